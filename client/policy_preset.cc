@@ -212,6 +212,22 @@ Status h2o(const System&, const kvm_preset_params& params, Preset* out) {
   return Status::ok();
 }
 
+Status mikv(const System& system, const kvm_preset_params& params, Preset* out) {
+  KVM_TRY_ASSIGN(kvm_policy_params policy, heavy_of(params, 0));
+  policy.merge = KVM_MERGE_DEMOTED;
+  out->policies.push_back(policy);
+  kvm_codec_params codec{};
+  codec.demoted_k = system.codec_k;
+  codec.demoted_v = system.codec_v;
+  out->codecs.push_back(codec);
+  const auto name = [](uint32_t id) { return codecs::codec_of(static_cast<CodecId>(id)).name; };
+  out->text = "Each head keeps " + said_halves(policy, params) +
+              ", in the space's codec; its other keys stay as " + name(codec.demoted_k) +
+              ", its other values as " + name(codec.demoted_v) +
+              ".\nLet kvm_observe see the last queries of the prompt: keys are balanced by them.\n";
+  return Status::ok();
+}
+
 // The authors leave the first two layers and the last one whole.
 Status d2o(const System&, const kvm_preset_params& params, Preset* out) {
   if (params.n_layers < 4) {
@@ -265,7 +281,8 @@ Status yi_lightning(const System&, const kvm_preset_params& params, Preset* out)
   const std::string followers = said_layers(params.n_layers, follows);
   out->text =
       "Layers " + said_layers(params.n_layers, is_full) + " keep all" +
-      (followers.empty() ? "" : "; of these, " + followers + " by what the layer 4 before stores") +
+      (followers.empty() ? ""
+                         : "; of these, " + followers + " by what the layer four before stores") +
       "; the others keep the last " + said(window) +
       " tokens.\nThe layout is inferred from the published savings: where a model says "
       "which of its layers have windows, go by that.\n";
@@ -318,6 +335,7 @@ constexpr System kSystems[] = {
     {"duo_attention", kSlack | kMasks, duo_attention},
     {"razor_attention", kShare | kSlack | kMasks, razor_attention},
     {"h2o", kShare | kSlack, h2o},
+    {"mikv", kShare | kSlack, mikv, KVM_CODEC_I2_BALANCED, KVM_CODEC_I2},
     {"d2o", kShare | kSlack, d2o},
     {"kivi", 0, store_rows, KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2},
     {"kivi4", 0, store_rows, KVM_CODEC_I4_CHANNEL, KVM_CODEC_I4},
@@ -336,7 +354,6 @@ struct Missing {
 
 constexpr Missing kMissing[] = {
     {"alisa", "a choice of tokens at every step; heads choose when pages leave their window"},
-    {"mikv", "tokens of one head in two precisions"},
     {"minicache", "layers that share directions and keep their norms (KVM_LAYER_PAIR)"},
     {"snapkv", "a choice by the last queries of a prompt alone; h2o chooses by all of them"},
 };

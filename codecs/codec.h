@@ -48,6 +48,7 @@ struct Codec {
   uint8_t channel_params = 0;
   uint8_t rank = 0;      // of the low-rank part
   uint8_t outliers = 0;  // pairs (one largest, one smallest) of each channel or token, kept apart
+  bool is_balanced = false;  // params of channels are factors of what was encoded
 
   // Says whether a row is encoded without its neighbours, and can be read, replaced and found by an
   // index without them. Pages of the others are encoded whole.
@@ -60,6 +61,11 @@ struct Codec {
   constexpr bool is_scaled() const { return scaling != Scaling::kNone; }
   // Says whether it is one of codecs/low_bits.h.
   constexpr bool is_low_bits() const { return low_bits != 0; }
+  // Says whether a row is encoded without its neighbours, though it may lie among them only: rows
+  // of such a page may be copied to any slots of another.
+  constexpr bool rows_are_own() const {
+    return rows_stand_alone() || (is_low_bits() && !is_gear() && channel_params == 0);
+  }
   // Says whether it is one of codecs/gear.h.
   constexpr bool is_gear() const { return rank != 0 || outliers != 0; }
   constexpr uint32_t bits() const { return is_low_bits() ? low_bits : 8 * vec::elem_bytes(elem); }
@@ -106,6 +112,8 @@ inline constexpr CodecId kGear4Channel{13};
 inline constexpr CodecId kGear4{14};
 inline constexpr CodecId kGear2Channel{15};
 inline constexpr CodecId kGear2{16};
+inline constexpr CodecId kI4Balanced{17};
+inline constexpr CodecId kI2Balanced{18};
 
 // By id, from 1 on.
 inline constexpr std::array kCodecs = {
@@ -127,6 +135,10 @@ inline constexpr std::array kCodecs = {
     Codec{kGear2Channel, "gear2_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 0, 2, 2,
           1},
     Codec{kGear2, "gear2", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 2, 0, 2, 1},
+    Codec{kI4Balanced, "int4_balanced", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 4, 2, 1, 0, 0,
+          true},
+    Codec{kI2Balanced, "int2_balanced", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 2, 1, 0, 0,
+          true},
 };
 
 constexpr bool codec_is_known(uint32_t value) { return value - 1 < kCodecs.size(); }

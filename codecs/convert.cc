@@ -160,13 +160,14 @@ void convert_scaled_rows(const SourceRows& source, const TargetRows& target, uin
 }
 
 // Rows [kPageTokens][dim] in a codec whose rows do not stand alone.
-[[nodiscard]] bool encode_head(const float* rows, uint32_t dim, CodecId codec, void* out,
-                               uint16_t* params) {
+[[nodiscard]] bool encode_head(const float* rows, uint32_t dim, const float* largest_q,
+                               CodecId codec, void* out, uint16_t* params) {
   if (codec_of(codec).is_gear()) {
     return encode_gear(codec_of(codec), rows, dim, static_cast<uint8_t*>(out), params);
   }
   if (codec_of(codec).is_low_bits()) {
-    return encode_low_bits(codec_of(codec), rows, dim, static_cast<uint8_t*>(out), params);
+    return encode_low_bits(codec_of(codec), rows, dim, largest_q, static_cast<uint8_t*>(out),
+                           params);
   }
   KVM_ASSERT(codec == kI8Channel);
   return encode_i8_channel(rows, dim, static_cast<int8_t*>(out), params);
@@ -303,7 +304,7 @@ void decode_rows(const KvPlane& plane, uint32_t row_dim, uint32_t slot, uint32_t
 }
 
 bool encode_page(const KvPlane& from, const KvPlane& to, uint32_t n_heads, uint32_t dim,
-                 float* scratch) {
+                 const float* largest_q, float* scratch) {
   if (codec_of(to.codec).rows_stand_alone()) {
     convert_rows(rows_of(from, dim, 0), writable_rows(to, dim, 0), kPageTokens, n_heads, dim);
     return true;
@@ -313,12 +314,23 @@ bool encode_page(const KvPlane& from, const KvPlane& to, uint32_t n_heads, uint3
     SourceRows source = rows_of(from, dim, 0);
     source.heads = &head;
     convert_rows(source, rows, kPageTokens, 1, dim);
-    if (!encode_head(scratch, dim, to.codec, const_cast<uint8_t*>(row_at(to, dim, head, 0)),
+    if (!encode_head(scratch, dim, largest_q == nullptr ? nullptr : largest_q + head * dim,
+                     to.codec, const_cast<uint8_t*>(row_at(to, dim, head, 0)),
                      const_cast<uint16_t*>(params_at(to, dim, head)))) {
       return false;
     }
   }
   return true;
+}
+
+bool encode_rows(const float* rows, const KvPlane& to, uint32_t dim, const float* largest_q) {
+  if (codec_of(to.codec).rows_stand_alone()) {
+    convert_rows(rows_of({rows, nullptr, CodecId::kF32}, dim, 0), writable_rows(to, dim, 0),
+                 kPageTokens, 1, dim);
+    return true;
+  }
+  return encode_head(rows, dim, largest_q, to.codec, const_cast<uint8_t*>(row_at(to, dim, 0, 0)),
+                     const_cast<uint16_t*>(params_at(to, dim, 0)));
 }
 
 uint16_t encode_row(const float* src, uint32_t n, CodecId codec, void* dst) {

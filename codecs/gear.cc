@@ -311,7 +311,7 @@ bool encode_gear(const Codec& codec, const float* rows, uint32_t dim, uint8_t* c
   std::array<float, kPageTokens * kMaxHeadDim> rest;
   std::copy_n(rows, n, rest.begin());
   take_outliers(layout, rest.data(), dim, params);
-  if (!encode_low_bits(codec, rest.data(), dim, codes, params)) {
+  if (!encode_low_bits(codec, rest.data(), dim, nullptr, codes, params)) {
     return false;
   }
   for (uint32_t t = 0; t < kPageTokens; ++t) {

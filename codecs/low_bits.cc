@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 
 #include "base/assert.h"
 #include "base/cpu_features.h"
@@ -100,11 +101,30 @@ void encode_by_channel(const Codec& codec, const float* rows, uint32_t dim, uint
   }
 }
 
-void encode_by_token(const Codec& codec, const float* rows, uint32_t dim, uint8_t* codes,
-                     uint16_t* params) {
+// The factors of a balanced page.
+void find_factors(const float* rows, uint32_t dim, const float* largest_q, uint16_t* factors) {
+  constexpr float kSmallestWeight = 0x1p-10f;
+  const float most = largest_q == nullptr ? 0.0f : *std::max_element(largest_q, largest_q + dim);
+  for (uint32_t i = 0; i < dim; ++i) {
+    float largest = 0;
+    for (uint32_t t = 0; t < kPageTokens; ++t) {
+      largest = std::max(largest, std::fabs(rows[t * dim + i]));
+    }
+    const float weight = most > 0 ? std::max(largest_q[i] / most, kSmallestWeight) : 1.0f;
+    factors[i] = f32_to_bf16(largest > 0 ? std::sqrt(largest / weight) : 1.0f);
+  }
+}
+
+void encode_by_token(const Codec& codec, const float* rows, uint32_t dim, const float* largest_q,
+                     uint8_t* codes, uint16_t* params) {
   const Params at(codec, dim);
   std::array<float, kMaxHeadDim> means{};
-  if (codec.channel_params != 0) {
+  std::array<float, kMaxHeadDim> factors;
+  factors.fill(1);
+  if (codec.is_balanced) {
+    find_factors(rows, dim, largest_q, params + at.channels);
+    std::transform(params + at.channels, params + at.channels + dim, factors.begin(), bf16_to_f32);
+  } else if (codec.channel_params != 0) {
     for (uint32_t i = 0; i < dim; ++i) {
       double sum = 0;
       for (uint32_t t = 0; t < kPageTokens; ++t) {
@@ -120,7 +140,7 @@ void encode_by_token(const Codec& codec, const float* rows, uint32_t dim, uint8_
       const uint32_t n = std::min(dim - begin, Codec::kGroupChannels);
       std::array<float, Codec::kGroupChannels> rest;
       for (uint32_t i = 0; i < n; ++i) {
-        rest[i] = rows[t * dim + begin + i] - means[begin + i];
+        rest[i] = (rows[t * dim + begin + i] - means[begin + i]) / factors[begin + i];
       }
       const auto [smallest, largest] = std::minmax_element(rest.begin(), rest.begin() + n);
       const Steps steps = steps_of(*smallest, *largest, codec.last_code());
@@ -155,13 +175,15 @@ void decode_by_channel(uint32_t bits, const uint8_t* codes, uint64_t row_bytes,
 
 // As decode_by_token_avx2.
 void decode_by_token(uint32_t bits, const uint8_t* codes, uint64_t row_bytes, const uint16_t* steps,
-                     uint32_t n_groups, const uint16_t* means, uint32_t n_tokens, uint32_t n,
-                     float* out) {
+                     uint32_t n_groups, const uint16_t* means, const uint16_t* factors,
+                     uint32_t n_tokens, uint32_t n, float* out) {
   for (uint32_t t = 0; t < n_tokens; ++t) {
     for (uint32_t i = 0; i < n; ++i) {
       const uint16_t* own = steps + i / Codec::kGroupChannels * 2;
       const float x = code_at(codes, bits, i) * bf16_to_f32(own[0]) + bf16_to_f32(own[1]);
-      *out++ = means == nullptr ? x : x + bf16_to_f32(means[i]);
+      *out++ = means != nullptr     ? x + bf16_to_f32(means[i])
+               : factors != nullptr ? x * bf16_to_f32(factors[i])
+                                    : x;
     }
     codes += row_bytes;
     steps += 2 * n_groups;
@@ -184,8 +206,8 @@ Decoders decoders() {
 
 }  // namespace
 
-bool encode_low_bits(const Codec& codec, const float* rows, uint32_t dim, uint8_t* codes,
-                     uint16_t* params) {
+bool encode_low_bits(const Codec& codec, const float* rows, uint32_t dim, const float* largest_q,
+                     uint8_t* codes, uint16_t* params) {
   KVM_ASSERT(codec.is_low_bits() && dim <= kMaxHeadDim && dim % 8 == 0);
   if (!are_in_range(rows, kPageTokens * dim)) {
     return false;
@@ -194,7 +216,7 @@ bool encode_low_bits(const Codec& codec, const float* rows, uint32_t dim, uint8_
   if (codec.group_params == 0) {
     encode_by_channel(codec, rows, dim, codes, params);
   } else {
-    encode_by_token(codec, rows, dim, codes, params);
+    encode_by_token(codec, rows, dim, largest_q, codes, params);
   }
   return true;
 }
@@ -209,8 +231,10 @@ void decode_low_bits(const Codec& codec, const uint8_t* codes, const uint16_t* p
                           out);
     return;
   }
+  const uint16_t* channels = codec.channel_params != 0 ? params + at.channels : nullptr;
   decoders().by_token(codec.bits(), codes, row_bytes, params + at.group(slot, 0), at.n_groups,
-                      codec.channel_params != 0 ? params + at.channels : nullptr, n_tokens, n, out);
+                      codec.is_balanced ? nullptr : channels,
+                      codec.is_balanced ? channels : nullptr, n_tokens, n, out);
 }
 
 }  // namespace kvm::codecs

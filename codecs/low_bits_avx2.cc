@@ -44,9 +44,12 @@ void decode_by_channel(const uint8_t* codes, uint64_t row_bytes, const uint16_t*
   }
 }
 
-template <uint32_t kBits, bool kCentred>
+enum class Channels { kPlain, kCentred, kBalanced };
+
+// channels: means, or factors.
+template <uint32_t kBits, Channels kChannels>
 void decode_by_token(const uint8_t* codes, uint64_t row_bytes, const uint16_t* steps,
-                     uint32_t n_groups, const uint16_t* means, uint32_t n_tokens, uint32_t n,
+                     uint32_t n_groups, const uint16_t* channels, uint32_t n_tokens, uint32_t n,
                      float* out) {
   for (uint32_t t = 0; t < n_tokens; ++t) {
     for (uint32_t begin = 0; begin < n; begin += kGroup) {
@@ -56,8 +59,10 @@ void decode_by_token(const uint8_t* codes, uint64_t row_bytes, const uint16_t* s
       for (uint32_t i = begin; i < end; i += 8) {
         __m256 x =
             _mm256_add_ps(_mm256_mul_ps(load_codes<kBits>(codes + i * kBits / 8), scale), zero);
-        if (kCentred) {
-          x = _mm256_add_ps(x, load_params(means + i));
+        if (kChannels == Channels::kCentred) {
+          x = _mm256_add_ps(x, load_params(channels + i));
+        } else if (kChannels == Channels::kBalanced) {
+          x = _mm256_mul_ps(x, load_params(channels + i));
         }
         _mm256_storeu_ps(out + i, x);
       }
@@ -79,10 +84,15 @@ void decode_by_channel_avx2(uint32_t bits, const uint8_t* codes, uint64_t row_by
 
 void decode_by_token_avx2(uint32_t bits, const uint8_t* codes, uint64_t row_bytes,
                           const uint16_t* steps, uint32_t n_groups, const uint16_t* means,
-                          uint32_t n_tokens, uint32_t n, float* out) {
-  const auto centred = bits == 4 ? decode_by_token<4, true> : decode_by_token<2, true>;
-  const auto plain = bits == 4 ? decode_by_token<4, false> : decode_by_token<2, false>;
-  (means != nullptr ? centred : plain)(codes, row_bytes, steps, n_groups, means, n_tokens, n, out);
+                          const uint16_t* factors, uint32_t n_tokens, uint32_t n, float* out) {
+  const auto plain =
+      bits == 4 ? decode_by_token<4, Channels::kPlain> : decode_by_token<2, Channels::kPlain>;
+  const auto centred =
+      bits == 4 ? decode_by_token<4, Channels::kCentred> : decode_by_token<2, Channels::kCentred>;
+  const auto balanced =
+      bits == 4 ? decode_by_token<4, Channels::kBalanced> : decode_by_token<2, Channels::kBalanced>;
+  const auto decode = means != nullptr ? centred : factors != nullptr ? balanced : plain;
+  decode(codes, row_bytes, steps, n_groups, means != nullptr ? means : factors, n_tokens, n, out);
 }
 
 }  // namespace kvm::codecs

@@ -14,10 +14,10 @@ void decode_by_channel_avx2(uint32_t bits, const uint8_t* codes, uint64_t row_by
                             uint32_t n, float* out);
 
 // steps: scale and zero of each 64 channels of the first token; those of the next lie n_groups
-// pairs further. means: of each channel, or null. REQUIRES: likewise.
+// pairs further. means, factors: of each channel, or null; not both. REQUIRES: likewise.
 void decode_by_token_avx2(uint32_t bits, const uint8_t* codes, uint64_t row_bytes,
                           const uint16_t* steps, uint32_t n_groups, const uint16_t* means,
-                          uint32_t n_tokens, uint32_t n, float* out);
+                          const uint16_t* factors, uint32_t n_tokens, uint32_t n, float* out);
 
 }  // namespace kvm::codecs
 

@@ -496,8 +496,16 @@ enum {
 enum {
   KVM_MERGE_NONE = 0, /* they are dropped: H2O */
   KVM_MERGE_WEIGHTED = 1,
-  KVM_MERGE_COUNTED = 2 /* and a token counts for as many as have become it: its logit grows by the
-                         * logarithm of their number */
+  KVM_MERGE_COUNTED = 2, /* and a token counts for as many as have become it: its logit grows by the
+                          * logarithm of their number */
+  /* MiKV (Yang et al., arXiv 2402.18096): they stay, in the codecs demoted_k and demoted_v of
+   * kvm_codec_params, which the head needs, and queries see them like the others. The others are
+   * the sinks' pages, the recent tokens and the heavy ones, n_heavy rounded up to a multiple of 64;
+   * who was demoted stays so. Where such a token was is not kept: kvm_read of one is PARTIAL, and
+   * so are cuts among tokens that may have been demoted; items with ranges are UNSUPPORTED, and the
+   * space has no alibi_slopes. A head with a number that its codecs cannot hold (I4: not finite, or
+   * above 2^126) demotes nothing from there on. INVALID by a kvmd that does not know it. */
+  KVM_MERGE_DEMOTED = 3
 };
 
 /* How the tokens that HEAVY heads keep are shared out among layers. */
@@ -590,7 +598,15 @@ enum {
   KVM_CODEC_GEAR4_CHANNEL = 13,
   KVM_CODEC_GEAR4 = 14,
   KVM_CODEC_GEAR2_CHANNEL = 15,
-  KVM_CODEC_GEAR2 = 16
+  KVM_CODEC_GEAR2 = 16,
+  /* "int4_balanced", "int2_balanced": I4 and I2 of keys whose channels were divided by factors, a
+   * bf16 for each channel and page, and are multiplied by them when they are read: sqrt(max |k| /
+   * max |q|), over the page's 64 tokens and the queries of the head's group that kvm_observe last
+   * left (without any: sqrt(max |k|)). So a channel has as much of the codes as it has of the
+   * scores (MiKV's balancer, arXiv 2402.18096, section 3.3). At head_dim 128 they take 4.75 and
+   * 2.75 bits a channel. Pages, cuts, what is refused: as with I4. */
+  KVM_CODEC_I4_BALANCED = 17,
+  KVM_CODEC_I2_BALANCED = 18
 };
 
 /* The name of a codec, "int8" for instance; NULL where there is none of that number.
@@ -624,7 +640,11 @@ typedef struct kvm_codec_params {
   uint64_t kv_head_mask[2]; /* as above */
   uint32_t codec_k;         /* KVM_CODEC_*; 0: the space's */
   uint32_t codec_v;
-  uint64_t reserved[2];
+  /* Of what KVM_MERGE_DEMOTED heads demote, KVM_CODEC_*: both needed by these, both 0 for others.
+   * codec_k and codec_v are then one of F32, F16, BF16, I8, F8E4M3, I4 and I2 each. */
+  uint32_t demoted_k;
+  uint32_t demoted_v;
+  uint64_t reserved[1];
 } kvm_codec_params;
 
 /* An index is kept beside the keys of some kv heads so that approximate modes (section 7) need not
@@ -741,7 +761,9 @@ typedef struct kvm_space_params {
  *   "razor_attention"         heads of kv_head_masks: 4 sinks, the larger of 4,000 and n_tokens / 5
  *                             recent, the mean of the rest (2407.15891)
  *   "h2o"                     .2 of n_tokens, half of them heavy, half recent (2306.14048)
- *   "d2o"                     the same beside 4 sinks, merged, shared out by density among layers 2
+ *   "mikv"                    the same, but what h2o drops stays in 2 bits, keys balanced
+ *                             (2402.18096)
+ *   "d2o"                     as h2o beside 4 sinks, merged, shared out by density among layers 2
  *                             to n_layers - 2, the others whole (2406.13035)
  *   "kivi", "kivi4"           keys by channel, values by token, in 2 or 4 bits (2402.02750)
  *   "gear4", "gear2"          the same, and what codes lose in low rank and outliers (2403.05527)
@@ -756,8 +778,8 @@ typedef struct kvm_preset_params {
   const char *name;  /* one of those above; required */
   uint32_t n_layers; /* of the space, 1 to 512; required */
   uint32_t speed_up; /* unified_layer_skipping: n_layers / speed_up decode, at least 2; 0: 2 */
-  /* What shares are of: the length of prompts, say. 0: 4096. Only h2o, d2o, razor_attention, and
-   * streaming_llm with a share look at it. */
+  /* What shares are of: the length of prompts, say. 0: 4096. Only h2o, mikv, d2o, razor_attention,
+   * and streaming_llm with a share look at it. */
   uint64_t n_tokens;
   /* Of n_tokens, how much a head keeps beside d2o's sinks: above 0, up to 1. 0: the paper's.
    * INVALID for systems that keep no share. */

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/assert.h"
+#include "base/round.h"
 
 namespace kvm::policies {
 namespace {
@@ -149,7 +150,7 @@ class Heavy : public Policy {
     const uint64_t most = list.merges ? kMaxMergedFrom : kMaxChosenFrom;
     std::vector<Candidate> candidates;
     for (const StoredRange& stored : list.stored) {
-      PositionRange range = {std::max(aged.begin, stored.positions.begin),
+      PositionRange range = {std::max({aged.begin, list.chosen_end, stored.positions.begin}),
                              std::min(aged.end, stored.positions.end)};
       if (candidates.empty() && range.begin < range.end && aged.end - range.begin > most) {
         aged.end = range.begin + most;
@@ -170,7 +171,9 @@ class Heavy : public Policy {
       const double own = static_cast<double>(token.mass);
       candidates.push_back({token.position, mass_of(list, token.position, own)});
     }
-    const size_t n = std::min<size_t>(list.n_heavy, candidates.size());
+    const uint64_t most_kept =
+        list.demotes ? round_up(list.n_heavy, uint64_t{kPageTokens}) : list.n_heavy;
+    const size_t n = std::min<size_t>(most_kept, candidates.size());
     std::nth_element(candidates.begin(), candidates.begin() + static_cast<ptrdiff_t>(n),
                      candidates.end(), [](const Candidate& a, const Candidate& b) {
                        return a.mass > b.mass || (a.mass == b.mass && a.position < b.position);

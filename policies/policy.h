@@ -104,10 +104,13 @@ struct ListView {
   uint64_t measured_end = 0;
   // What is given up is compared with what is kept, each with each.
   bool merges = false;
+  // What is given up stays, demoted, in the places of the last pages that are given up.
+  bool demotes = false;
   // Lists of one head that choose tokens: those kept of pages that are gone, in position order, and
   // the attention mass that queries of the service gave to these and to the stored tokens from
   // mass_begin on (none: 0), summed over the group.
   std::span<const KeptToken> kept;
+  uint64_t chosen_end = 0;  // tokens of pages before this are kept, or out of reach
   uint64_t mass_begin = 0;
   std::span<const float> masses;
   // Statistics that kvm_observe left, or null. Column sums [n_columns][n_kv_heads of the layer] of
@@ -130,7 +133,9 @@ enum class ActionKind : uint8_t {
   kDrop = 0,    // forget the tokens of `range`
   kDemote = 1,  // store them as codec_k, codec_v
   kFold = 2,    // add `range` to the one entry of its list (mean K, mean V, log-weight ln n)
-  kKeep = 3,    // of `range`, and of what was kept before, keep only certain tokens
+  // Of `range`, and of what was kept before, keep only certain tokens. Where the list demotes, the
+  // others are whole pages.
+  kKeep = 3,
   // Add `moments` of `range` to those of the list, for when budgets are shared out. At kPromptEnd
   // only, by policies that decide by list.
   kMeasure = 4,

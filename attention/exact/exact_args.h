@@ -30,8 +30,9 @@ enum : uint8_t { kElemCodes4 = 16, kElemCodes2 = 17 };
 constexpr bool elem_is_codes(uint8_t elem) { return elem >= kElemCodes4; }
 
 // Parameters of codes, bf16 as bits. By channel: channels alone, scales [dim] and zeros [dim]. By
-// token: steps [16][dim / 64][2], scale and zero; centred: means [dim] in channels as well. Of
-// codecs/gear.h also A [16][rank], and B [rank][dim] with pairs of outliers behind it.
+// token: steps [16][dim / 64][2], scale and zero; centred: means [dim] in channels as well;
+// balanced, of K: factors [dim] there. Of codecs/gear.h also A [16][rank], and B [rank][dim] with
+// pairs of outliers behind it.
 struct CodeParams {
   const uint16_t* steps;     // of the first token of the item
   const uint16_t* channels;  // of the page
@@ -40,6 +41,7 @@ struct CodeParams {
   int32_t slot;              // in its page of the first token of the item, present or not
   uint16_t rank;
   uint16_t n_pairs;
+  bool is_balanced;
 };
 
 // A KvItem is up to 16 tokens of consecutive, aligned positions whose rows are contiguous.

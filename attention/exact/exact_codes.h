@@ -6,6 +6,7 @@
 //     by channel   q_i scale_i is a new query for each page; sum_i q_i zero_i is the page's
 //     by token     scale_t sum_i q_i code_i + zero_t sum_i q_i, for each 64 channels
 //     centred      the same, and the page's sum_i q_i mean_i
+//     balanced     by token, of q_i factor_i, a new query for each page
 //   a sum     sum_t w_t (scale code_t + zero)
 //     by channel   scale_i sum_t w_t code_t + zero_i sum_t w_t
 //     by token     w_t scale_t are new weights for each 64 channels, sum_t w_t zero_t is added
@@ -385,6 +386,7 @@ template <int kRows, int kBits>
   const uint32_t dim = args.dim_k;
   const uint16_t* channels = item.k_codes.channels;
   const bool by_channel = item.k_codes.steps == nullptr;
+  const bool balanced = item.k_codes.is_balanced;
   const __m256 huge = _mm256_set1_ps(kHugeLogit);
   float* terms = query_terms(args, row / kRows);
   for (uint32_t r = 0; r < kRows; ++r) {
@@ -402,6 +404,10 @@ template <int kRows, int kBits>
           y = _mm256_mul_ps(x, load_params(channels + i));
           y = _mm256_max_ps(_mm256_min_ps(y, huge), _mm256_sub_ps(_mm256_setzero_ps(), huge));
           of_page = _mm256_fmadd_ps(x, load_params(channels + dim + i), of_page);
+        } else if (balanced) {
+          y = _mm256_mul_ps(x, load_params(channels + i));
+          y = _mm256_max_ps(_mm256_min_ps(y, huge), _mm256_sub_ps(_mm256_setzero_ps(), huge));
+          of_block = _mm256_add_ps(of_block, y);
         } else {
           of_block = _mm256_add_ps(of_block, x);
           if (channels != nullptr)

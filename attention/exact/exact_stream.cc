@@ -59,15 +59,17 @@ constexpr uint32_t kMaxSteps = 2 * kMaxCodeDim / codecs::Codec::kGroupChannels;
 // A PlaneKind says how the kernels of a problem read K, or V, of runs.
 class PlaneKind {
  public:
-  PlaneKind(const Problem& problem, const ExactKernels& kernels, uint32_t dim)
+  PlaneKind(const Problem& problem, const ExactKernels& kernels, uint32_t dim, bool is_k)
       : dim_(dim),
+        is_k_(is_k),
         reads_codes_(kernels.reads_codes && dim % codecs::Codec::kGroupChannels == 0 &&
                      dim <= kMaxCodeDim && !problem.fp32_weights && !problem.v_in_k) {}
 
   // vec::Elem, or codes.
   uint8_t elem(CodecId id) const {
     const codecs::Codec& codec = codecs::codec_of(id);
-    if (!reads_codes_ || !codec.is_low_bits()) {
+    // Factors go into queries; sums have nothing of a page that they could go into.
+    if (!reads_codes_ || !codec.is_low_bits() || (codec.is_balanced && !is_k_)) {
       return codec.kernel_elem();
     }
     return codec.bits() == 4 ? kElemCodes4 : kElemCodes2;
@@ -99,7 +101,8 @@ class PlaneKind {
                       .b = nullptr,
                       .slot = first_slot,
                       .rank = 0,
-                      .n_pairs = 0};
+                      .n_pairs = 0,
+                      .is_balanced = codec.is_balanced};
     if (codec.is_gear()) {
       const codecs::GearLayout layout(codec, dim_);
       params.a = own + layout.a + slot * layout.rank;
@@ -112,6 +115,7 @@ class PlaneKind {
 
  private:
   uint32_t dim_;
+  bool is_k_;
   bool reads_codes_;
 };
 
@@ -275,8 +279,8 @@ Stream::Stream(const Problem& problem, const Plan& plan, const void* prepared, v
     : problem_(problem),
       kernels_(plan.table->exact),
       visible_(problem.visible, problem.n_query, 0, problem.n_query),
-      kind_k_(problem, *kernels_, problem.dim_k),
-      kind_v_(problem, *kernels_, problem.dim_v) {
+      kind_k_(problem, *kernels_, problem.dim_k, true),
+      kind_v_(problem, *kernels_, problem.dim_v, false) {
   Carver carver(scratch);
   carve_stream(problem, carver, args_, batches_, stitch_, references_, spare_);
   args_.q = query_rows(problem, prepared);

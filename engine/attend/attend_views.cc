@@ -31,7 +31,7 @@ constexpr size_t kMaxListedRanges = 1 << 20;
 // each counts as the mean of all.
 uint64_t key_bytes(const HeadClass& head_class, KvRuns runs, uint64_t n_keys) {
   const tiers::SlabClass& slab_class = head_class.slab_class;
-  if (!head_class.settles() || runs.empty()) {
+  if (!head_class.has_classes() || runs.empty()) {
     return n_keys * slab_class.token_bytes();
   }
   uint64_t n_tokens = 0;
@@ -92,6 +92,20 @@ class Turner {
   return true;
 }
 
+// Ranges ask for tokens by their positions, which demoted ones have lost.
+Status check_ranges(const Space& space, uint32_t layer, uint32_t index, const kvm_item& item) {
+  const std::vector<HeadClass>& classes = space.storage(layer).classes;
+  const auto demoting = std::find_if(classes.begin(), classes.end(),
+                                     [](const HeadClass& of) { return of.demotes(); });
+  if (item.n_ranges == 0 || demoting == classes.end()) {
+    return Status::ok();
+  }
+  return {KVM_ERR_UNSUPPORTED,
+          fmt::format("item {} has {}, and kv head {} of layer {} KVM_MERGE_DEMOTED: where demoted "
+                      "tokens were is not kept; ask for all",
+                      index, counted(item.n_ranges, "range"), demoting->kv_heads[0], layer)};
+}
+
 }  // namespace
 
 Status AttendPlanner::plan_items(const Store& store, uint64_t* n_left) {
@@ -126,6 +140,7 @@ Status AttendPlanner::add_item(const Store& store, uint32_t index, const Sequenc
     view.position = length - item.n_query;
   }
   KVM_TRY(store.check_visible(seq, layer, view.position));
+  KVM_TRY(check_ranges(*space_, layer, index, item));
   plan_->n_rows += item.n_query;
   add_ranges(item, &view);
   return add_views(store, seq, view);

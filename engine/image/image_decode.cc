@@ -84,6 +84,8 @@ class ListReader {
   Status read_masses();
   // What the policy can have given up: nothing, or all in [given_up_begin_, end).
   Status check_given_up(uint64_t end) const;
+  // Where pages of demoted tokens are: in those behind the n_kept tokens that lead them, up to end.
+  Status check_demoted(uint64_t end, uint64_t n_kept) const;
   Status check_kept(const KeptTokens::Parts& parts) const;
 
   const disk::Image& image_;
@@ -102,8 +104,6 @@ Status ListReader::read_pages(std::span<const uint32_t> page_bytes, uint64_t* n_
     return wrong("more pages than the object has, in the list");
   }
   list_.pages.reserve(n);
-  const uint64_t settled_bytes = class_.slab_class.page_bytes();
-  const uint64_t tail_bytes = class_.slab_class.tail().page_bytes();
   uint64_t end = 0;       // of the page before
   uint64_t gaps_end = 0;  // of the last tokens that were dropped
   uint64_t n_stored = 0;
@@ -113,20 +113,21 @@ Status ListReader::read_pages(std::span<const uint32_t> page_bytes, uint64_t* n_
                       .page = from.page(),
                       .first = from.first(),
                       .count = from.count(),
-                      .is_tail = from.is_tail() != 0};
+                      .kind = static_cast<PageKind>(from.is_tail())};
+    const PageKind last_kind = class_.demotes() ? PageKind::kDemoted : PageKind::kTail;
     const uint64_t position = uint64_t{page.block} * kPageTokens + page.first;
     const bool is_full = page.first + page.count == static_cast<int>(kPageTokens);
     const bool is_last = i + 1 == n && position + page.count == list_.length;
-    if (page.page != *n_pages + i || from.is_tail() > 1 || page.count == 0 ||
+    if (page.page != *n_pages + i || page.kind > last_kind || page.count == 0 ||
         page.first + page.count > static_cast<int>(kPageTokens) || !(is_full || is_last) ||
         position < end || page.block < div_up(end, kPageTokens) ||
         position + page.count > list_.length) {
       return wrong("pages in no order, in the list");
     }
-    if (page_bytes[page.page] != (page.is_tail ? tail_bytes : settled_bytes)) {
+    if (page_bytes[page.page] != page.slab_class(class_).page_bytes()) {
       return wrong("a page of another size, in the list");
     }
-    page.is_tail = page.is_tail && class_.settles();
+    page.kind = page.kind == PageKind::kTail && !class_.settles() ? PageKind::kSettled : page.kind;
     gaps_end = position > end ? position : gaps_end;
     end = position + page.count;
     n_stored += page.count;
@@ -171,6 +172,26 @@ Status ListReader::check_given_up(uint64_t end) const {
     is_stored = is_stored || (begin >= given_up_begin_ && begin < end);
   }
   return !is_stored ? Status::ok() : wrong("pages that were given up");
+}
+
+Status ListReader::check_demoted(uint64_t end, uint64_t n_kept) const {
+  const uint64_t length = list_.length;
+  if (n_kept % kPageTokens != 0 || end > length || end - given_up_begin_ < n_kept ||
+      from_.n_dropped() != n_kept) {
+    return wrong("kept tokens that take no pages");
+  }
+  const uint64_t first = given_up_begin_ + n_kept;
+  uint64_t n_demoted = 0;
+  for (const ImagePage& page : list_.pages) {
+    const uint64_t begin = uint64_t{page.block} * kPageTokens;
+    const bool is_behind = begin < given_up_begin_ || begin >= end;
+    if (is_behind ? page.kind == PageKind::kDemoted
+                  : begin < first || page.slab_class(class_) != class_.demoted) {
+      return wrong("pages of demoted tokens out of place");
+    }
+    n_demoted += is_behind ? 0 : page.count;
+  }
+  return n_demoted == end - first ? Status::ok() : wrong("demoted tokens that are not there");
 }
 
 Status ListReader::read_mean() {
@@ -219,22 +240,28 @@ Status ListReader::read_kept() {
   const disk::Kept* from = from_.kept();
   const Retention& retention = class_.retention;
   if (from == nullptr) {
+    KVM_TRY(class_.demotes() ? check_demoted(given_up_begin_, 0) : Status::ok());
     return retention.kind == KVM_RETAIN_HEAVY ? check_given_up(0) : Status::ok();
   }
   const bool has_share = retention.budgets == KVM_BUDGETS_EQUAL || image_.has_budgets();
   const uint64_t n = size_of(from->positions());
-  const tiers::SlabClass slab_class = class_.slab_class.tail();
-  const uint64_t capacity = from->capacity();
+  const tiers::SlabClass slab_class = class_.kept_class();
+  const uint32_t capacity = from->capacity();
   const bool is_counted = retention.merge == KVM_MERGE_COUNTED;
-  const bool has_k_scales = slab_class.k().is_scaled();
-  const bool has_v_scales = slab_class.v().is_scaled() && !slab_class.v_in_k;
-  const uint64_t v_bytes =
-      slab_class.v_in_k ? 0 : capacity * slab_class.v().row_bytes(slab_class.dim_v);
-  if (retention.kind != KVM_RETAIN_HEAVY || !has_share || capacity != list_.budget.n_heavy ||
-      n > capacity || size_of(from->slots()) != n ||
-      size_of(from->k()) != capacity * slab_class.k().row_bytes(slab_class.dim_k) ||
-      size_of(from->v()) != v_bytes || size_of(from->k_scales()) != (has_k_scales ? capacity : 0) ||
-      size_of(from->v_scales()) != (has_v_scales ? capacity : 0) ||
+  if (retention.kind != KVM_RETAIN_HEAVY || !has_share ||
+      capacity != class_.kept_capacity(list_.budget.n_heavy)) {
+    return wrong("kept tokens of another kind");
+  }
+  const auto are_rows = [&](const codecs::Codec& codec, uint32_t dim, uint64_t n_bytes,
+                            uint64_t n_params) {
+    return n_bytes == KeptTokens::row_bytes(codec, dim, capacity) &&
+           n_params == KeptTokens::n_params(codec, dim, capacity);
+  };
+  const bool has_v = slab_class.v_in_k ? size_of(from->v()) == 0 && size_of(from->v_scales()) == 0
+                                       : are_rows(slab_class.v(), slab_class.dim_v,
+                                                  size_of(from->v()), size_of(from->v_scales()));
+  if (n > capacity || size_of(from->slots()) != n || !has_v ||
+      !are_rows(slab_class.k(), slab_class.dim_k, size_of(from->k()), size_of(from->k_scales())) ||
       size_of(from->counts()) != (is_counted ? capacity : 0) ||
       size_of(from->log_weights()) != (is_counted ? capacity : 0) ||
       from->end() < given_up_begin_ || from->end() % kPageTokens != 0) {
@@ -242,7 +269,8 @@ Status ListReader::read_kept() {
   }
   KeptTokens::Parts parts;
   parts.end = from->end();
-  parts.capacity = from->capacity();
+  parts.lead = class_.demotes() ? given_up_begin_ : UINT64_MAX;
+  parts.capacity = capacity;
   parts.tokens.reserve(capacity);
   const std::vector<uint64_t> positions = values_of(from->positions());
   const std::vector<uint32_t> slots = values_of(from->slots());
@@ -258,10 +286,14 @@ Status ListReader::read_kept() {
   parts.threshold = from->threshold();
   parts.has_threshold = from->has_threshold();
   KVM_TRY(check_kept(parts));
-  KVM_TRY(check_given_up(parts.end));
-  // Between what was given up and the end nothing is missing.
-  if (from_.n_dropped() != parts.end - given_up_begin_) {
-    return wrong("tokens that nobody dropped");
+  if (class_.demotes()) {
+    KVM_TRY(check_demoted(parts.end, n));
+  } else {
+    KVM_TRY(check_given_up(parts.end));
+    // Between what was given up and the end nothing is missing.
+    if (from_.n_dropped() != parts.end - given_up_begin_) {
+      return wrong("tokens that nobody dropped");
+    }
   }
   list_.kept.emplace(slab_class, std::move(parts));
   return Status::ok();

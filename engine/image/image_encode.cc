@@ -98,7 +98,8 @@ Offset<disk::List> write_list(FlatBufferBuilder* fbb, const Sequence& seq, size_
   disk::Page* written = nullptr;
   const auto page_vector = fbb->CreateUninitializedVectorOfStructs(pages.size(), &written);
   for (const ImagePage& page : pages) {
-    *written++ = disk::Page(page.block, page.page, page.first, page.count, page.is_tail ? 1 : 0);
+    *written++ =
+        disk::Page(page.block, page.page, page.first, page.count, static_cast<uint8_t>(page.kind));
   }
   const MeanEntry* mean = mean_of(seq, index);
   const KeptTokens* kept = kept_of(seq, index);

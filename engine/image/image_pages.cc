@@ -21,13 +21,15 @@ const HeadClass& class_of_list(const Space& space, uint32_t list) {
 void ImagePages::add(const tiers::PageTable& pages, const HeadClass& head_class,
                      const PageEntry& entry, std::vector<ImagePage>* list) {
   const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
-  const bool is_tail = slab_class != head_class.slab_class;
-  KVM_ASSERT(!is_tail || slab_class == head_class.slab_class.tail());
+  const PageKind kind = slab_class == head_class.slab_class          ? PageKind::kSettled
+                        : slab_class == head_class.slab_class.tail() ? PageKind::kTail
+                                                                     : PageKind::kDemoted;
   list->push_back({.block = entry.block,
                    .page = static_cast<uint32_t>(pages_.size()),
                    .first = entry.first,
                    .count = entry.count,
-                   .is_tail = is_tail});
+                   .kind = kind});
+  KVM_ASSERT(list->back().slab_class(head_class) == slab_class);
   pages_.push_back(entry.page);
   page_bytes_ += slab_class.page_bytes();
 }

@@ -29,17 +29,26 @@
 
 namespace kvm::engine {
 
+// Which class of its head class a page is of. DISK: frozen.
+enum class PageKind : uint8_t {
+  kSettled = 0,  // HeadClass::slab_class
+  kTail = 1,     // its tail()
+  kDemoted = 2,  // HeadClass::demoted
+};
+
 // An ImagePage is an entry of a list.
 struct ImagePage {
   uint32_t block = 0;
   uint32_t page = 0;  // its number
   uint16_t first = 0;
   uint16_t count = 0;
-  bool is_tail = false;  // of SlabClass::tail() of its class, rather than of the class itself
+  PageKind kind = PageKind::kSettled;
 
   // The class of its page.
   tiers::SlabClass slab_class(const HeadClass& of) const {
-    return is_tail ? of.slab_class.tail() : of.slab_class;
+    return kind == PageKind::kTail      ? of.slab_class.tail()
+           : kind == PageKind::kDemoted ? of.demoted
+                                        : of.slab_class;
   }
 };
 

@@ -14,6 +14,7 @@
 #include "engine/index/sequence_index.h"
 #include "engine/store/kept_tokens.h"
 #include "engine/store/mean_entry.h"
+#include "engine/store/observations.h"
 #include "engine/store/stored_runs.h"
 
 namespace kvm::engine {
@@ -40,6 +41,13 @@ Status check_action(const Sequence* seq, const policies::Action& action) {
                               range.end, kPageTokens));
   }
   return Status::ok();
+}
+
+// What pages of a class have to know of the queries.
+std::vector<float> balances(const Sequence& seq, uint32_t layer, const tiers::SlabClass& target,
+                            const HeadClass& head_class) {
+  return target.k().is_balanced ? largest_queries(&seq, layer, head_class.kv_heads)
+                                : std::vector<float>();
 }
 
 // Takes pages for a part of a kDemote: as many as read about most_bytes and as there is room for,
@@ -69,7 +77,9 @@ Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const polic
         n_bytes += pages.page_bytes(entry.page);
         *end = n_bytes >= most_bytes ? entry.end() : *end;
       });
-  Recodings recodings(memory->bank(seq->account), target);
+  const HeadClass& head_class = seq->space().head_class(action.layer, action.class_index);
+  Recodings recodings(memory->bank(seq->account), target,
+                      balances(*seq, action.layer, target, head_class));
   for (const PageEntry& entry : entries) {
     Status status =
         memory->make_quota_room(seq->account, KvBytes::of(target.page_bytes(), target.stays()),
@@ -105,14 +115,21 @@ Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action
 
 // Allocates what drop_pages needs, while nothing of the work has happened.
 void prepare_drop_pages(StoreMemory* memory, Sequence* seq, const RetentionSlice::Work& work) {
-  const PositionRange range = work.action.range;
+  PositionRange range = work.action.range;
+  if (work.kept != nullptr) {
+    range.end -= uint64_t{work.recodings.size()} * kPageTokens;
+  }
   seq->lists[work.list].prepare_drop(static_cast<uint32_t>(range.begin / kPageTokens),
                                      static_cast<uint32_t>(range.end / kPageTokens),
                                      memory->bank(seq->account));
 }
 
+// But for those in whose places others stand.
 void drop_pages(StoreMemory* memory, Sequence* seq, const RetentionSlice::Work& work) {
-  const PositionRange range = work.action.range;
+  PositionRange range = work.action.range;
+  if (work.kept != nullptr) {
+    range.end -= uint64_t{work.recodings.size()} * kPageTokens;
+  }
   memory->counts().n_pages_dropped += seq->lists[work.list].drop(
       static_cast<uint32_t>(range.begin / kPageTokens),
       static_cast<uint32_t>(range.end / kPageTokens), memory->bank(seq->account));
@@ -146,18 +163,19 @@ uint64_t first_given_up(const HeadClass& head_class) {
 }
 
 // Returns the kept tokens of a list to be changed, as own_mean_entry does; a new one has room for
-// n_heavy.
+// n_kept.
 Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t list,
-                                    const HeadClass& head_class, uint32_t n_heavy) {
+                                    const HeadClass& head_class, uint32_t n_kept) {
   if (seq->kept.empty()) {
     seq->kept.resize(seq->space().n_lists);
   }
   std::shared_ptr<KeptTokens>& ref = seq->kept[list];
   if (!StoreMemory::is_own(seq->account, ref)) {
-    KeptTokens own = ref != nullptr
-                         ? *ref
-                         : KeptTokens(head_class.slab_class.tail(), first_given_up(head_class),
-                                      n_heavy, head_class.retention.merge == KVM_MERGE_COUNTED);
+    KeptTokens own =
+        ref != nullptr
+            ? *ref
+            : KeptTokens(head_class.kept_class(), first_given_up(head_class), n_kept,
+                         head_class.retention.merge == KVM_MERGE_COUNTED, head_class.demotes());
     KVM_TRY_ASSIGN(ref, memory->make_charged(seq->account, std::move(own)));
   }
   return ref.get();
@@ -233,6 +251,53 @@ Status open_fold(StoreMemory* memory, RetentionSlice* slice, const policies::Act
   return Status::ok();
 }
 
+// Takes pages for the tokens of a kKeep that do not stay, kept before or of its range, in position
+// order. Fails: NO_SPACE, QUOTA; UNSUPPORTED: rows that what is kept cannot hold.
+Status add_demoted(StoreMemory* memory, Sequence* seq, const HeadClass& head_class,
+                   const KeptTokens& kept, std::span<const uint64_t> positions,
+                   RetentionSlice::Work* work) {
+  const tiers::SlabClass kept_class = head_class.kept_class();
+  const auto can_keep = [](const codecs::Codec& own, CodecId stored) {
+    return own.id == stored || own.rows_stand_alone();
+  };
+  for (const KvRun& run : work->runs) {
+    if (!can_keep(kept_class.k(), run.k.codec) || !can_keep(kept_class.v(), run.v.codec)) {
+      return Status::fixed(KVM_ERR_UNSUPPORTED, "a page has numbers that its codec cannot hold");
+    }
+  }
+  kept.collect(false, &work->kept_runs);
+  std::vector<TokenRef> tokens;
+  size_t next = 0;
+  for (const std::vector<KvRun>* runs : {&work->kept_runs, &work->runs}) {
+    for (const KvRun& run : *runs) {
+      for (uint32_t i = 0; i < run.n_tokens; ++i) {
+        const uint64_t position = run.position + i;
+        if (next < positions.size() && positions[next] == position) {
+          ++next;
+        } else {
+          tokens.push_back({&run, i});
+        }
+      }
+    }
+  }
+  KVM_ASSERT(next == positions.size() && tokens.size() % kPageTokens == 0);
+  const auto n_pages = static_cast<uint32_t>(tokens.size() / kPageTokens);
+  const auto block_end = static_cast<uint32_t>(work->action.range.end / kPageTokens);
+  const uint32_t first = block_end - n_pages;
+  KVM_ASSERT(first >= work->action.range.begin / kPageTokens);
+  const tiers::SlabClass& target = head_class.demoted;
+  work->recodings = Recodings(memory->bank(seq->account), target,
+                              balances(*seq, work->action.layer, target, head_class));
+  for (uint32_t i = 0; i < n_pages; ++i) {
+    KVM_TRY(memory->make_quota_room(seq->account, KvBytes::of(target.page_bytes(), target.stays()),
+                                    "demoting, for a moment"));
+    KVM_TRY(work->recodings.add(first + i,
+                                std::span(tokens).subspan(uint64_t{i} * kPageTokens, kPageTokens)));
+  }
+  seq->lists[work->list].prepare_replace(first, block_end, memory->bank(seq->account));
+  return Status::ok();
+}
+
 Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Action& action,
                  std::span<const uint64_t> positions) {
   Sequence* seq = slice->seq();
@@ -243,14 +308,18 @@ Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Act
   work.action = action;
   work.list = layer.first_list + action.class_index;
   KVM_TRY_ASSIGN(Masses * masses, own_masses(memory, seq, work.list, action.range.begin));
-  const auto n_heavy =
-      static_cast<uint32_t>(budget_of(*seq, action.layer, action.class_index).n_heavy);
+  const auto n_kept = static_cast<uint32_t>(
+      head_class.kept_capacity(budget_of(*seq, action.layer, action.class_index).n_heavy));
   const bool is_new = seq->kept.empty() || !StoreMemory::is_own(seq->account, seq->kept[work.list]);
-  KVM_TRY_ASSIGN(KeptTokens * kept, own_kept_tokens(memory, seq, work.list, head_class, n_heavy));
+  KVM_TRY_ASSIGN(KeptTokens * kept, own_kept_tokens(memory, seq, work.list, head_class, n_kept));
   slice->add_bytes(is_new ? kept->size_bytes() : 0);
   KVM_ASSERT(kept->end() == action.range.begin && masses->begin == kept->end());
+  work.kept = kept;
   collect_between(*memory, seq, action.layer, action.class_index, action.range.begin / kPageTokens,
                   action.range.end / kPageTokens, &work.runs);
+  if (head_class.demotes()) {
+    KVM_TRY(add_demoted(memory, seq, head_class, *kept, positions, &work));
+  }
   prepare_drop_pages(memory, seq, work);
   size_t old = 0;
   for (const uint64_t position : positions) {
@@ -265,9 +334,8 @@ Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Act
   }
   // Room for the masses now, since nothing may fail once rows have been copied.
   KVM_TRY(grow_charged(memory, seq, positions.size(), &masses->kept));
-  work.kept = kept;
   work.choice = kept->plan(positions);
-  if (head_class.retention.merge != KVM_MERGE_NONE) {
+  if (head_class.retention.merge != KVM_MERGE_NONE && !head_class.demotes()) {
     work.merge =
         std::make_unique<TokenMerge>(head_class.slab_class.tail(), *kept, work.choice, work.runs);
   }
@@ -355,6 +423,7 @@ void close_keep(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) 
                        masses->recent.begin() + static_cast<ptrdiff_t>(n_gone));
   masses->begin = end;
   memory->uncharge(seq->account, n_gone * sizeof(float));
+  work->recodings.place(&seq->lists[work->list]);
   drop_pages(memory, seq, *work);
 }
 

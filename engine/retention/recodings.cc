@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/assert.h"
+#include "codecs/convert.h"
 
 namespace kvm::engine {
 
@@ -19,14 +20,47 @@ Status Recodings::add(const PageEntry& entry) {
   pages_.push_back({.block = entry.block,
                     .from = pages.slab_class(entry.page),
                     .source = pages.data(entry.page)});
+  return take_page();
+}
+
+Status Recodings::add(uint32_t block, std::span<const TokenRef> tokens) {
+  KVM_ASSERT(tokens.size() == kPageTokens && to_.n_heads == 1);
+  pages_.push_back(
+      {.block = block, .from = to_, .tokens = std::vector(tokens.begin(), tokens.end())});
+  return take_page();
+}
+
+// For the last of pages_, which goes where there is none.
+Status Recodings::take_page() {
   const Result<tiers::PageRef> page = bank_->allocate(to_);
   if (!page.is_ok()) {
     pages_.pop_back();
     return page.status();
   }
   pages_.back().page = page.value();
-  pages_.back().target = pages.data(page.value());
+  pages_.back().target = bank_->pages().data(page.value());
   return Status::ok();
+}
+
+// rows: [kPageTokens][larger dim]
+bool Recodings::gather(const Page& page, float* rows) const {
+  const auto encode = [&](KvPlane KvRun::*plane, uint32_t row_dim, const KvPlane& to, uint32_t dim,
+                          const float* largest_q) {
+    for (uint32_t i = 0; i < kPageTokens; ++i) {
+      const TokenRef& token = page.tokens[i];
+      codecs::decode_rows(token.run->*plane, row_dim, token.run->slot + token.index, 1, dim,
+                          rows + uint64_t{i} * dim);
+    }
+    return codecs::encode_rows(rows, to, dim, largest_q);
+  };
+  return encode(&KvRun::k, to_.dim_k, to_.k_plane(page.target), to_.dim_k,
+                largest_q_.empty() ? nullptr : largest_q_.data()) &&
+         (to_.v_in_k || encode(&KvRun::v, to_.dim_v, to_.v_plane(page.target), to_.dim_v, nullptr));
+}
+
+bool Recodings::are_encoded(uint32_t begin, uint32_t end) const {
+  return std::all_of(pages_.begin() + begin, pages_.begin() + end,
+                     [](const Page& page) { return page.is_encoded; });
 }
 
 bool Recodings::run(uint32_t begin, uint32_t end, Workspace* scratch) {
@@ -37,7 +71,10 @@ bool Recodings::run(uint32_t begin, uint32_t end, Workspace* scratch) {
   }
   for (uint32_t i = begin; i < end; ++i) {
     Page& page = pages_[i];
-    page.is_encoded = encode_page(page.from, page.source, to_, page.target, floats);
+    page.is_encoded = page.tokens.empty()
+                          ? encode_page(page.from, page.source, to_, page.target,
+                                        largest_q_.empty() ? nullptr : largest_q_.data(), floats)
+                          : gather(page, floats);
   }
   return true;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recodings are full pages of a list on their way to another slab class.
+// Recodings are full pages of a list on their way to another slab class: each one encoded anew, or
+// made of tokens of several.
 //
 //   add(...)         driver   takes a page of the new class for each
 //   run(begin, end)  tasks    encode
@@ -16,6 +17,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -25,10 +28,18 @@
 
 namespace kvm::engine {
 
+// A TokenRef is a token of a run.
+struct TokenRef {
+  const KvRun* run = nullptr;
+  uint32_t index = 0;
+};
+
 class Recodings {
  public:
   Recodings() = default;
-  Recodings(const PageBank& bank, const tiers::SlabClass& to) : bank_(bank), to_(to) {}
+  // largest_q: as codecs::encode_page has it of K, or empty.
+  Recodings(const PageBank& bank, const tiers::SlabClass& to, std::vector<float> largest_q)
+      : bank_(bank), to_(to), largest_q_(std::move(largest_q)) {}
   Recodings(Recodings&&) = default;
   Recodings& operator=(Recodings&&) = default;
   Recodings(const Recodings&) = delete;
@@ -38,12 +49,18 @@ class Recodings {
   // REQUIRES: the page is full, in memory, of other codecs and else of the same class.
   // Fails: NO_SPACE; nothing has changed. Throws std::bad_alloc: likewise.
   Status add(const PageEntry& entry);
+  // A page of these tokens of one head, in the place of the full page of `block`; they are read in
+  // run(). REQUIRES: kPageTokens of them; the class has one head. Fails: likewise.
+  Status add(uint32_t block, std::span<const TokenRef> tokens);
   uint32_t size() const { return static_cast<uint32_t>(pages_.size()); }
   // Bytes that encoding page i reads.
   uint64_t read_bytes(uint32_t i) const { return pages_[i].from.page_bytes(); }
   // False: the machine refused memory for the scratch; these pages stay what they were.
   [[nodiscard]] bool run(uint32_t begin, uint32_t end, Workspace* scratch);
-  // Throws std::bad_alloc: some have been placed, and the rest may be later.
+  // Says whether each of these could be encoded. After run().
+  bool are_encoded(uint32_t begin, uint32_t end) const;
+  // Throws std::bad_alloc: some have been placed, and the rest may be later. Nothing after
+  // PageList::prepare_replace.
   void place(PageList* list);
 
  private:
@@ -52,12 +69,17 @@ class Recodings {
     tiers::PageRef page = tiers::kNoPage;  // the new one
     tiers::SlabClass from;
     const std::byte* source = nullptr;
+    std::vector<TokenRef> tokens;  // where it is made of several pages' tokens
     std::byte* target = nullptr;
     bool is_encoded = false;
   };
 
   std::optional<PageBank> bank_;  // as long as there are pages
+  Status take_page();
+  bool gather(const Page& page, float* rows) const;
+
   tiers::SlabClass to_;
+  std::vector<float> largest_q_;
   std::vector<Page> pages_;
   size_t n_placed_ = 0;
 };

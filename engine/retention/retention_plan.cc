@@ -47,6 +47,7 @@ std::vector<policies::KeptToken> kept_tokens(const Sequence& seq, uint32_t list,
   for (size_t i = 0; i < tokens.size(); ++i) {
     tokens[i].position = kept->tokens()[i].position;
   }
+  view->chosen_end = kept == nullptr ? 0 : kept->end();
   if (seq.masses.empty() || seq.masses[list].data == nullptr) {
     return tokens;
   }
@@ -84,7 +85,8 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   view->n_heavy = budget.n_heavy;
   view->awaits_share = awaits_share(seq, head_class.retention);
   view->prompt_end = seq.prompt_end;
-  view->merges = head_class.retention.merge != KVM_MERGE_NONE;
+  view->merges = head_class.retention.merge != KVM_MERGE_NONE && !head_class.demotes();
+  view->demotes = head_class.demotes();
   *kept = kept_tokens(seq, own.first_list + class_index, view);
   view->kept = *kept;
   view->kv_heads = head_class.kv_heads;

@@ -50,13 +50,12 @@ void RetentionSlice::add_work(Work&& work, const tiers::SlabClass& slab_class) {
 
 void RetentionSlice::add_piece(const Piece& piece, uint64_t n_bytes) {
   pieces_.push_back(piece);
-  failed_.push_back(0);
+  failed_.push_back(Failed::kNo);
   bytes_ += n_bytes;
   phase_bytes_ += n_bytes;
 }
 
-void RetentionSlice::add_demote(Work&& work, const tiers::SlabClass& slab_class) {
-  const auto index = static_cast<uint32_t>(works_.size());
+void RetentionSlice::add_pages(uint32_t index, const Work& work, bool demotes) {
   const uint32_t n = work.recodings.size();
   for (uint32_t begin = 0; begin < n;) {
     uint64_t n_bytes = 0;
@@ -64,9 +63,13 @@ void RetentionSlice::add_demote(Work&& work, const tiers::SlabClass& slab_class)
     for (; end < n && n_bytes < kPieceBytes; ++end) {
       n_bytes += work.recodings.read_bytes(end);
     }
-    add_piece({.work = index, .begin = begin, .end = end}, n_bytes);
+    add_piece({.work = index, .begin = begin, .end = end, .demotes = demotes}, n_bytes);
     begin = end;
   }
+}
+
+void RetentionSlice::add_demote(Work&& work, const tiers::SlabClass& slab_class) {
+  add_pages(static_cast<uint32_t>(works_.size()), work, false);
   add_work(std::move(work), slab_class);
 }
 
@@ -103,7 +106,9 @@ void RetentionSlice::add_copies(uint32_t index, const Work& work, uint64_t token
 
 void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
   const auto index = static_cast<uint32_t>(works_.size());
-  if (work.merge == nullptr) {
+  if (work.recodings.size() != 0) {
+    add_pages(index, work, true);
+  } else if (work.merge == nullptr) {
     add_copies(index, work, slab_class.token_bytes());
   }
   for (uint32_t i = 0; work.merge != nullptr && i < work.merge->n_finds(); ++i) {
@@ -114,7 +119,8 @@ void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
 
 bool RetentionSlice::next_phase() {
   for (size_t i = 0; i < pieces_.size(); ++i) {
-    works_[pieces_[i].work].has_failed |= failed_[i] != 0;
+    works_[pieces_[i].work].has_failed |= failed_[i] != Failed::kNo;
+    works_[pieces_[i].work].is_unfit |= failed_[i] == Failed::kUnfit;
   }
   pieces_.clear();
   failed_.clear();
@@ -126,6 +132,11 @@ bool RetentionSlice::next_phase() {
   bool goes_on = false;
   for (uint32_t index = 0; index < works_.size(); ++index) {
     Work& work = works_[index];
+    if (work.kept != nullptr && work.recodings.size() != 0 && !work.has_failed &&
+        phase_ == Phase::kMix) {
+      goes_on = true;
+      add_copies(index, work, classes_[index].token_bytes());
+    }
     if (work.merge == nullptr || work.has_failed) {
       continue;
     }
@@ -153,10 +164,10 @@ bool RetentionSlice::next_phase() {
 }
 
 void RetentionSlice::run_merge(const Piece& piece, Work* work, ThreadWorkspace& workspace,
-                               uint8_t* failed) {
+                               Failed* failed) {
   switch (phase_) {
     case Phase::kFirst:
-      *failed = work->merge->find(piece.begin, &workspace.scratch) ? 0 : 1;
+      *failed = work->merge->find(piece.begin, &workspace.scratch) ? Failed::kNo : Failed::kMemory;
       break;
     case Phase::kMix:
       work->merge->mix(piece.begin);
@@ -176,8 +187,12 @@ void RetentionSlice::run(uint32_t index, ThreadWorkspace& workspace) {
     run_merge(piece, &work, workspace, &failed_[index]);
     return;
   }
-  if (work.action.kind == policies::ActionKind::kDemote) {
-    failed_[index] = work.recodings.run(piece.begin, piece.end, &workspace.scratch) ? 0 : 1;
+  if (work.action.kind == policies::ActionKind::kDemote || piece.demotes) {
+    if (!work.recodings.run(piece.begin, piece.end, &workspace.scratch)) {
+      failed_[index] = Failed::kMemory;
+    } else if (piece.demotes && !work.recodings.are_encoded(piece.begin, piece.end)) {
+      failed_[index] = Failed::kUnfit;  // tokens change places all together
+    }
     return;
   }
   if (work.kept != nullptr) {
@@ -186,8 +201,9 @@ void RetentionSlice::run(uint32_t index, ThreadWorkspace& workspace) {
     return;
   }
   const KvRuns runs = KvRuns(work.runs).subspan(piece.begin, piece.end - piece.begin);
-  failed_[index] =
-      sum_rows(runs, classes_[piece.work], &workspace.scratch, &work.sums[piece.sums]) ? 0 : 1;
+  failed_[index] = sum_rows(runs, classes_[piece.work], &workspace.scratch, &work.sums[piece.sums])
+                       ? Failed::kNo
+                       : Failed::kMemory;
 }
 
 void RetentionSlice::give_up(const Work& work) {
@@ -196,7 +212,7 @@ void RetentionSlice::give_up(const Work& work) {
       if (list.layer == work.action.layer && list.class_index == work.action.class_index) {
         group.is_cut = false;
         group.actions.more = false;
-        group.actions.next_commit = 0;
+        group.actions.next_commit = work.is_unfit ? group.actions.next_commit : 0;
       }
     }
   }

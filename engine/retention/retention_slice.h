@@ -79,6 +79,7 @@ class RetentionSlice {
     uint32_t list = 0;        // of the sequence
     std::vector<KvRun> runs;
     bool has_failed = false;  // one of its pieces
+    bool is_unfit = false;    // for what its tokens hold: no memory would help
     // kDemote.
     Recodings recodings;
     // kFold: sums of pieces, in position order.
@@ -87,16 +88,19 @@ class RetentionSlice {
     KeptTokens* kept = nullptr;
     KeptTokens::Choice choice;
     std::vector<float> kept_masses;
-    std::unique_ptr<TokenMerge> merge;  // null: what is not kept is dropped
+    std::unique_ptr<TokenMerge> merge;  // null: what is not kept is dropped, or demoted:
+    std::vector<KvRun> kept_runs;       // what was kept before
+    // recodings: pages of what is not kept, in the places of the last pages of the range.
   };
   // A Piece of a kDemote is pages; of a kFold runs and one of its sums; of a kKeep copies, or what
-  // its TokenMerge does in this phase.
+  // its TokenMerge does in this phase, or pages of demoted tokens, before copies take their rows.
   struct Piece {
     uint32_t work = 0;
     uint32_t begin = 0;
     uint32_t end = 0;
     uint32_t sums = 0;
     bool merges = false;
+    bool demotes = false;
   };
 
   RetentionSlice(Sequence* seq, const policies::Policy* policy, policies::Event event,
@@ -125,7 +129,8 @@ class RetentionSlice {
   // has_failed is set of works of which a piece found no memory.
   bool next_phase();
   std::vector<Work>& works() { return works_; }
-  // Leaves the lists of a work that failed to the next commit.
+  // Leaves the lists of a work that failed to the next commit; for what they hold, to the one that
+  // the policy waits for.
   void give_up(const Work& work);
   // Pages that its lists have.
   uint64_t n_pages() const { return n_pages_; }
@@ -133,12 +138,16 @@ class RetentionSlice {
 
  private:
   // Merging: who is nearest to whom; the rows of those that are joined; these into their places.
+  // Demoting: pages of those that go; then those that stay take their rows.
   enum class Phase : uint8_t { kFirst, kMix, kWrite };
+
+  enum class Failed : uint8_t { kNo = 0, kMemory, kUnfit };
 
   void add_work(Work&& work, const tiers::SlabClass& slab_class);
   void add_piece(const Piece& piece, uint64_t n_bytes);
   void add_copies(uint32_t index, const Work& work, uint64_t token_bytes);
-  void run_merge(const Piece& piece, Work* work, ThreadWorkspace& workspace, uint8_t* failed);
+  void add_pages(uint32_t index, const Work& work, bool demotes);
+  void run_merge(const Piece& piece, Work* work, ThreadWorkspace& workspace, Failed* failed);
 
   Sequence* seq_;
   const policies::Policy* policy_;
@@ -148,7 +157,7 @@ class RetentionSlice {
   std::vector<Work> works_;
   std::vector<tiers::SlabClass> classes_;  // of works_
   std::vector<Piece> pieces_;
-  std::vector<uint8_t> failed_;  // pieces
+  std::vector<Failed> failed_;  // pieces
   Phase phase_ = Phase::kFirst;
   uint64_t phase_bytes_ = 0;
   uint64_t n_pages_ = 0;

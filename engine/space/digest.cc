@@ -65,6 +65,10 @@ std::string layout_text(const Space& space) {
     if (slab_class.dim_k != space.head_dim_k || slab_class.dim_v != space.head_dim_v) {
       said += fmt::format(" dims {} {}", slab_class.dim_k, slab_class.dim_v);
     }
+    if (const HeadClass& head_class = class_of(space, layer, head); head_class.demotes()) {
+      said +=
+          fmt::format(" demoted {} {}", head_class.demoted.k().name, head_class.demoted.v().name);
+    }
     return said;
   });
 }

@@ -2,6 +2,7 @@
 #include "engine/space/space.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -421,6 +422,8 @@ struct HeadConfig {
   Retention retention;
   CodecId codec_k = CodecId::kBf16;
   CodecId codec_v = CodecId::kBf16;
+  CodecId demoted_k = CodecId::kNone;
+  CodecId demoted_v = CodecId::kNone;
 
   bool operator==(const HeadConfig&) const = default;
 };
@@ -449,10 +452,10 @@ Status check_retention(const std::string& where, const kvm_policy_params& params
     return invalid(where + ".n_heavy is " + text(params.n_heavy) +
                    "; it must be 0 without KVM_RETAIN_HEAVY");
   }
-  if (params.merge > KVM_MERGE_COUNTED) {
+  if (params.merge > KVM_MERGE_DEMOTED) {
     return invalid(where + ".merge is " + text(params.merge) +
-                   "; it must be KVM_MERGE_NONE (0), KVM_MERGE_WEIGHTED (1) or " +
-                   "KVM_MERGE_COUNTED (2)");
+                   "; it must be KVM_MERGE_NONE (0), KVM_MERGE_WEIGHTED (1), " +
+                   "KVM_MERGE_COUNTED (2) or KVM_MERGE_DEMOTED (3)");
   }
   if (params.merge != KVM_MERGE_NONE && params.retention != KVM_RETAIN_HEAVY) {
     return invalid(where + ".merge is " + text(params.merge) +
@@ -582,14 +585,73 @@ Status apply_codecs(const SpaceSpec& spec, const Space& space, HeadConfigs* conf
       return invalid(where + ".codec_v is " + text(codec_v) + " with codec_k " + text(codec_k) +
                      "; with KVM_SPACE_V_IN_K they must agree");
     }
+    const uint32_t demoted_k = params.demoted_k;
+    const uint32_t demoted_v = space.v_in_k && params.demoted_v == 0 ? demoted_k : params.demoted_v;
+    if ((demoted_k == 0) != (demoted_v == 0)) {
+      return invalid(where + " has demoted_k " + text(demoted_k) + " and demoted_v " +
+                     text(demoted_v) + "; both must name a codec, or both be 0");
+    }
+    if (demoted_k != 0) {
+      KVM_TRY(check_codec(where + ".demoted_k", demoted_k));
+      KVM_TRY(check_codec(where + ".demoted_v", demoted_v));
+      if (space.v_in_k && demoted_v != demoted_k) {
+        return invalid(where + ".demoted_v is " + text(demoted_v) + " with demoted_k " +
+                       text(demoted_k) + "; with KVM_SPACE_V_IN_K they must agree");
+      }
+    }
     uint32_t end = 0;
     KVM_TRY(resolve_layers(where, params.layer_begin, params.n_layers, true, space.n_layers, &end));
     KVM_TRY(check_mask(where, params.kv_head_mask, space, params.layer_begin, end));
     for (uint32_t layer = params.layer_begin; layer < end; ++layer) {
       for (uint32_t head = 0; head < space.layers[layer].n_kv_heads; ++head) {
         if (mask_has(params.kv_head_mask, head)) {
-          (*configs)[layer][head].codec_k = static_cast<CodecId>(codec_k);
-          (*configs)[layer][head].codec_v = static_cast<CodecId>(codec_v);
+          HeadConfig& config = (*configs)[layer][head];
+          config.codec_k = static_cast<CodecId>(codec_k);
+          config.codec_v = static_cast<CodecId>(codec_v);
+          config.demoted_k = static_cast<CodecId>(demoted_k);
+          config.demoted_v = static_cast<CodecId>(demoted_v);
+        }
+      }
+    }
+  }
+  return Status::ok();
+}
+
+// What a head demotes to, and that it demotes, come from two tables.
+Status check_demoted(const Space& space, const HeadConfigs& configs) {
+  for (uint32_t i = 0; i < space.n_layers; ++i) {
+    const Layer& layer = space.layers[i];
+    for (uint32_t head = 0; layer.kind == KVM_LAYER_OWN && head < layer.n_kv_heads; ++head) {
+      const HeadConfig& config = configs[i][head];
+      const bool demotes = config.retention.merge == KVM_MERGE_DEMOTED;
+      const bool has_codecs = config.demoted_k != CodecId::kNone;
+      const std::string which = "kv head " + text(head) + " of layer " + text(i);
+      if (demotes != has_codecs) {
+        return invalid(which + (demotes ? " has KVM_MERGE_DEMOTED and no demoted_k, demoted_v; "
+                                          "kvm_codec_params must name them"
+                                        : " has demoted_k and demoted_v without KVM_MERGE_DEMOTED; "
+                                          "they must be 0"));
+      }
+      if (!demotes) {
+        continue;
+      }
+      if (!space.alibi_slopes.empty()) {
+        return invalid(which + " has KVM_MERGE_DEMOTED, and the space has alibi_slopes: where " +
+                       "demoted tokens were is not kept");
+      }
+      const std::array<std::pair<CodecId, CodecId>, 2> pairs = {
+          {{config.codec_k, config.demoted_k}, {config.codec_v, config.demoted_v}}};
+      for (const auto& [own_id, demoted_id] : pairs) {
+        const codecs::Codec& own = codecs::codec_of(own_id);
+        const codecs::Codec& demoted = codecs::codec_of(demoted_id);
+        if (!own.rows_are_own()) {
+          return invalid(which + " has KVM_MERGE_DEMOTED and codec " + own.name +
+                         ", whose rows cannot change places; codecs with such rows are " +
+                         codecs_with_rows() + ", int4 and int2");
+        }
+        if (demoted.head_rows_bytes(layer.dim_k) > own.head_rows_bytes(layer.dim_k)) {
+          return invalid(which + " would demote " + own.name + " to " + demoted.name +
+                         ", which takes more");
         }
       }
     }
@@ -807,6 +869,11 @@ void add_classes(const HeadConfig& config, const std::vector<uint16_t>& heads, c
     head_class.retention = config.retention;
     head_class.slab_class = slab_class;
     head_class.slab_class.n_heads = static_cast<uint16_t>(end - begin);
+    if (config.demoted_k != CodecId::kNone) {
+      head_class.demoted = head_class.slab_class;
+      head_class.demoted.codec_k = config.demoted_k;
+      head_class.demoted.codec_v = config.demoted_v;
+    }
     for (uint32_t i = begin; i < end; ++i) {
       layer->heads[heads[i]] = {.class_index = static_cast<uint16_t>(layer->classes.size()),
                                 .head = static_cast<uint16_t>(i - begin)};
@@ -876,6 +943,10 @@ Status compare_field(const Space& space, const char* field, float there, float h
                 std::string(field) + " is " + text(there) + " there and " + text(here) + " here");
 }
 
+uint64_t code_of(CodecId codec, bool is_there) {
+  return is_there ? static_cast<uint64_t>(codec) : 0;
+}
+
 Status compare_layer(const Space& space, uint32_t index, const Layer& there, const Layer& here) {
   const std::string where = "layers[" + text(index) + "].";
   const auto compare = [&](const std::string& field, uint64_t a, uint64_t b) {
@@ -899,6 +970,10 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
     KVM_TRY(compare(kv_head + "slack", a.retention.slack, b.retention.slack));
     KVM_TRY(compare(kv_head + "n_heavy", a.retention.n_heavy, b.retention.n_heavy));
     KVM_TRY(compare(kv_head + "merge", a.retention.merge, b.retention.merge));
+    KVM_TRY(compare(kv_head + "demoted_k", code_of(a.demoted.codec_k, a.demotes()),
+                    code_of(b.demoted.codec_k, b.demotes())));
+    KVM_TRY(compare(kv_head + "demoted_v", code_of(a.demoted.codec_v, a.demotes()),
+                    code_of(b.demoted.codec_v, b.demotes())));
     KVM_TRY(compare(kv_head + "budgets", a.retention.budgets, b.retention.budgets));
     KVM_TRY(compare(kv_head + "positions", a.retention.positions, b.retention.positions));
     KVM_TRY(compare(kv_head + "codec_k", static_cast<uint64_t>(a.slab_class.codec_k),
@@ -969,6 +1044,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(check_seen(*space, configs));
   KVM_TRY(check_prompt_layers(*space, configs));
   KVM_TRY(apply_codecs(spec, *space, &configs));
+  KVM_TRY(check_demoted(*space, configs));
   KVM_TRY(apply_indexes(spec, space.get()));
   KVM_TRY(check_indexed(configs, *space));
   leave_out_indexes(configs, space.get());

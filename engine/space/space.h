@@ -71,9 +71,21 @@ struct HeadClass {
   std::vector<uint16_t> kv_heads;  // ascending; head i of a page is kv head kv_heads[i]
   Retention retention;
   tiers::SlabClass slab_class;  // of pages that are full and committed; of the others its tail()
+  // KVM_MERGE_DEMOTED: of pages of demoted tokens, which stand in the places of pages whose tokens
+  // went elsewhere; positions mean nothing within them. n_heads is 0 else.
+  tiers::SlabClass demoted;
 
   // Says whether pages are encoded anew once they are full and committed.
   bool settles() const { return slab_class != slab_class.tail(); }
+  bool demotes() const { return demoted.n_heads != 0; }
+  // Says whether pages of a list may differ in class.
+  bool has_classes() const { return settles() || demotes(); }
+  // Of the rows that are kept of pages that go.
+  tiers::SlabClass kept_class() const { return demotes() ? slab_class : slab_class.tail(); }
+  // The most that are kept: whole pages where the others become pages.
+  uint64_t kept_capacity(uint64_t n_heavy) const {
+    return demotes() ? round_up(n_heavy, kPageTokens) : n_heavy;
+  }
 };
 
 // LazyPlanes are made when somebody first wants them: up to a million deviates are no work for the

@@ -13,16 +13,19 @@
 namespace kvm::engine {
 
 KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity,
-                       bool is_counted)
+                       bool is_counted, bool leads)
     : slab_class_(slab_class) {
   KVM_ASSERT(slab_class.n_heads == 1);
   parts_.end = begin;
+  parts_.lead = leads ? begin : UINT64_MAX;
   parts_.capacity = capacity;
   parts_.tokens.reserve(capacity);
-  parts_.k.resize(capacity * slab_class.k().row_bytes(slab_class.dim_k));
-  parts_.v.resize(slab_class.v_in_k ? 0 : capacity * slab_class.v().row_bytes(slab_class.dim_v));
-  parts_.k_scales.resize(slab_class.k().is_scaled() ? capacity : 0);
-  parts_.v_scales.resize(slab_class.v().is_scaled() && !slab_class.v_in_k ? capacity : 0);
+  parts_.k.resize(row_bytes(slab_class.k(), slab_class.dim_k, capacity));
+  parts_.k_scales.resize(n_params(slab_class.k(), slab_class.dim_k, capacity));
+  if (!slab_class.v_in_k) {
+    parts_.v.resize(row_bytes(slab_class.v(), slab_class.dim_v, capacity));
+    parts_.v_scales.resize(n_params(slab_class.v(), slab_class.dim_v, capacity));
+  }
   parts_.counts.resize(is_counted ? capacity : 0, 1);
   parts_.log_weights.resize(is_counted ? capacity : 0);
 }
@@ -39,25 +42,51 @@ uint64_t KeptTokens::size_bytes() const {
          parts_.counts.size() * sizeof(uint32_t) + parts_.log_weights.size() * sizeof(float);
 }
 
+uint64_t KeptTokens::row_bytes(const codecs::Codec& codec, uint32_t dim, uint32_t capacity) {
+  KVM_ASSERT(codec.rows_stand_alone() || capacity % kPageTokens == 0);
+  return capacity * codec.row_bytes(dim);
+}
+
+uint64_t KeptTokens::n_params(const codecs::Codec& codec, uint32_t dim, uint32_t capacity) {
+  return !codec.is_scaled()         ? 0
+         : codec.rows_stand_alone() ? capacity
+                                    : capacity / kPageTokens * uint64_t{codec.n_scales(dim)};
+}
+
+KvPlane KeptTokens::plane_of(const std::vector<std::byte>& rows,
+                             const std::vector<uint16_t>& params, const codecs::Codec& codec,
+                             uint32_t dim, uint32_t slot) const {
+  const uint64_t page = slot / kPageTokens;
+  return {rows.data() + page * codec.head_rows_bytes(dim),
+          params.empty() ? nullptr : params.data() + page * codec.n_scales(dim), codec.id};
+}
+
+KvPlane KeptTokens::k_plane_of(uint32_t slot) const {
+  return plane_of(parts_.k, parts_.k_scales, slab_class_.k(), slab_class_.dim_k, slot);
+}
+
+KvPlane KeptTokens::v_plane_of(uint32_t slot) const {
+  return slab_class_.v_in_k
+             ? k_plane_of(slot)
+             : plane_of(parts_.v, parts_.v_scales, slab_class_.v(), slab_class_.dim_v, slot);
+}
+
 KvPlane KeptTokens::k_plane() const {
-  return {parts_.k.data(), parts_.k_scales.empty() ? nullptr : parts_.k_scales.data(),
-          slab_class_.codec_k};
+  KVM_ASSERT(slab_class_.k().rows_stand_alone());
+  return k_plane_of(0);
 }
 
 KvPlane KeptTokens::v_plane() const {
-  if (slab_class_.v_in_k) {
-    return k_plane();
-  }
-  return {parts_.v.data(), parts_.v_scales.empty() ? nullptr : parts_.v_scales.data(),
-          slab_class_.codec_v};
+  KVM_ASSERT(slab_class_.v().rows_stand_alone());
+  return v_plane_of(0);
 }
 
 KvRun KeptTokens::run(uint32_t slot, uint64_t position, uint32_t n_tokens) const {
   KvRun run;
-  run.k = k_plane();
-  run.v = v_plane();
+  run.k = k_plane_of(slot);
+  run.v = v_plane_of(slot);
   run.log_weight = parts_.log_weights.empty() ? nullptr : parts_.log_weights.data() + slot;
-  run.slot = slot;
+  run.slot = slot % kPageTokens;
   run.position = position;
   run.n_tokens = static_cast<uint16_t>(n_tokens);
   return run;
@@ -106,11 +135,11 @@ void KeptTokens::copy(std::span<const Token> copies, KvRuns from) {
     const auto slot = source->slot + static_cast<uint32_t>(token.position - source->position);
     const auto copy_row = [&](const KvPlane& from_plane, const KvPlane& own, uint32_t dim) {
       codecs::convert_rows(codecs::rows_of(from_plane, dim, slot),
-                           codecs::writable_rows(own, dim, token.slot), 1, 1, dim);
+                           codecs::writable_rows(own, dim, token.slot % kPageTokens), 1, 1, dim);
     };
-    copy_row(source->k, k_plane(), slab_class_.dim_k);
+    copy_row(source->k, k_plane_of(token.slot), slab_class_.dim_k);
     if (!slab_class_.v_in_k) {
-      copy_row(source->v, v_plane(), slab_class_.dim_v);
+      copy_row(source->v, v_plane_of(token.slot), slab_class_.dim_v);
     }
   }
 }
@@ -141,9 +170,12 @@ void KeptTokens::choose(Choice&& choice, uint64_t new_end) {
   parts_.end = new_end;
 }
 
+uint64_t KeptTokens::first_packed() const {
+  return leads() ? parts_.lead : parts_.end - round_up(parts_.tokens.size(), kPageTokens);
+}
+
 uint64_t KeptTokens::collected_position(const Token& token, bool is_packed) const {
-  return is_packed ? parts_.end - round_up(parts_.tokens.size(), kPageTokens) + token.slot
-                   : token.position;
+  return is_packed ? first_packed() + token.slot : token.position;
 }
 
 void KeptTokens::collect(bool is_packed, std::vector<KvRun>* runs) const {
@@ -154,7 +186,7 @@ void KeptTokens::collect(bool is_packed, std::vector<KvRun>* runs) const {
     return;
   }
   const auto n = static_cast<uint32_t>(parts_.tokens.size());
-  const uint64_t first = parts_.end - round_up(parts_.tokens.size(), kPageTokens);
+  const uint64_t first = first_packed();
   for (uint32_t slot = 0; slot < n; slot += kPageTokens) {
     runs->push_back(run(slot, first + slot, std::min(n - slot, kPageTokens)));
   }

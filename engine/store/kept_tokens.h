@@ -16,7 +16,8 @@
 
 namespace kvm::engine {
 
-// KeptTokens are rows of one head, in the encoding of its class.
+// KeptTokens are rows of one head, in the encoding of its class: slots as in pages, one behind the
+// other, the last of which may be shorter where rows stand alone.
 class KeptTokens {
  public:
   struct Token {
@@ -24,12 +25,16 @@ class KeptTokens {
     uint32_t slot = 0;
   };
 
-  // is_counted: tokens that are merged into another count (log_weights).
-  KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity,
-             bool is_counted);
+  // is_counted: tokens that are merged into another count (log_weights). leads: the pages of what
+  // is not kept stay, behind these tokens.
+  // REQUIRES: rows_are_own() of the class's codecs; capacity is whole pages where rows do not stand
+  // alone.
+  KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity, bool is_counted,
+             bool leads);
   // What they are made of, as it lies: for images (engine/image/).
   struct Parts {
     uint64_t end = 0;
+    uint64_t lead = UINT64_MAX;  // where the tokens lie that lead; else UINT64_MAX
     uint32_t capacity = 0;
     std::vector<Token> tokens;
     // [capacity] rows; the tokens have slots 0 to tokens.size() - 1, in no order.
@@ -50,6 +55,10 @@ class KeptTokens {
   // The pages before this, from those behind the sinks' on, have been given up.
   uint64_t end() const { return parts_.end; }
   std::span<const Token> tokens() const { return parts_.tokens; }  // in position order
+  // Says whether pages before end() hold tokens that are not kept, whose positions are unknown.
+  bool leads() const { return parts_.lead != UINT64_MAX; }
+  // Pages from here on lie behind what collect() appends.
+  uint64_t runs_end() const { return leads() ? parts_.lead : parts_.end; }
   uint64_t size_bytes() const;
 
   // Tokens that come, and where the rows of those go that are not here yet.
@@ -69,6 +78,7 @@ class KeptTokens {
 
   // What merging (token_merge.h) leaves: rows in place of a slot's, how many tokens the one in a
   // slot stands for, and how near a key must be to join another.
+  // REQUIRES: rows stand alone.
   KvPlane k_plane() const;
   KvPlane v_plane() const;
   // Threads: any, each slot once.
@@ -83,14 +93,26 @@ class KeptTokens {
     parts_.has_threshold = true;
   }
 
+  // The size of the planes of so many rows.
+  static uint64_t row_bytes(const codecs::Codec& codec, uint32_t dim, uint32_t capacity);
+  static uint64_t n_params(const codecs::Codec& codec, uint32_t dim, uint32_t capacity);
+
   // Appends the tokens as runs. is_packed: at positions that are not theirs, but consecutive up to
-  // end(), so that they are few runs; no visible rule but causality can tell.
+  // end(), or from where the pages begin that they lead, so that they are few runs; no visible rule
+  // but causality can tell.
   void collect(bool is_packed, std::vector<KvRun>* runs) const;
   // Returns where collect() says that a token lies.
   uint64_t collected_position(const Token& token, bool is_packed) const;
 
  private:
   KvRun run(uint32_t slot, uint64_t position, uint32_t n_tokens) const;
+  // Of the page that a slot lies in.
+  KvPlane plane_of(const std::vector<std::byte>& rows, const std::vector<uint16_t>& params,
+                   const codecs::Codec& codec, uint32_t dim, uint32_t slot) const;
+  KvPlane k_plane_of(uint32_t slot) const;
+  KvPlane v_plane_of(uint32_t slot) const;
+  // Where the token in slot 0 is said to lie.
+  uint64_t first_packed() const;
 
   tiers::SlabClass slab_class_;
   Parts parts_;

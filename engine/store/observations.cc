@@ -90,6 +90,29 @@ ObservedView observed_view(const Sequence* seq, uint32_t layer) {
   return view;
 }
 
+std::vector<float> largest_queries(const Sequence* seq, uint32_t layer,
+                                   std::span<const uint16_t> kv_heads) {
+  const ObservedView seen = observed_view(seq, layer);
+  if (seen.n_rows == 0) {
+    return {};
+  }
+  const Layer& of = seq->space().layers[layer];
+  std::vector<float> largest(kv_heads.size() * of.dim_k);
+  for (uint32_t row = 0; row < seen.n_rows; ++row) {
+    for (size_t head = 0; head < kv_heads.size(); ++head) {
+      for (uint32_t member = 0; member < of.group(); ++member) {
+        const uint64_t q_head = uint64_t{kv_heads[head]} * of.group() + member;
+        const float* q = seen.q + (uint64_t{row} * of.n_q_heads + q_head) * of.dim_k;
+        float* own = largest.data() + head * of.dim_k;
+        for (uint32_t i = 0; i < of.dim_k; ++i) {
+          own[i] = std::max(own[i], std::fabs(q[i]));
+        }
+      }
+    }
+  }
+  return largest;
+}
+
 void cut_observed(StoreMemory* memory, Sequence* seq, uint64_t n_tokens) {
   for (uint32_t i = 0; i < seq->observed.size(); ++i) {
     ObservedRef& ref = seq->observed[i];

@@ -520,6 +520,15 @@ uint64_t PageList::drop(uint32_t block_begin, uint32_t block_end, const PageBank
   return n_pages;
 }
 
+void PageList::prepare_replace(uint32_t block_begin, uint32_t block_end, const PageBank& bank) {
+  for (size_t index = find_segment(block_begin);
+       root_ != nullptr && index < root_->segments.size() &&
+       root_->segments[index]->entries.front().block < block_end;
+       ++index) {
+    own_segment(index, bank);
+  }
+}
+
 void PageList::replace(uint32_t block, PageRef page, const PageBank& bank) {
   Segment* segment = own_segment(find_segment(block), bank);
   const auto it = find_in(segment->entries, block);
@@ -629,12 +638,12 @@ bool hold_alike(const SlabClass& a, const SlabClass& b) {
 }  // namespace
 
 bool encode_page(const SlabClass& from, const std::byte* source, const SlabClass& to,
-                 std::byte* target, float* scratch) {
+                 std::byte* target, const float* largest_q, float* scratch) {
   KVM_ASSERT(hold_alike(from, to));
   return codecs::encode_page(from.k_plane(source), to.k_plane(target), to.n_heads, to.dim_k,
-                             scratch) &&
+                             largest_q, scratch) &&
          (to.v_in_k || codecs::encode_page(from.v_plane(source), to.v_plane(target), to.n_heads,
-                                           to.dim_v, scratch));
+                                           to.dim_v, nullptr, scratch));
 }
 
 void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, uint32_t first,

@@ -213,6 +213,8 @@ class PageList {
   // Drops the tokens of the full pages with blocks in [begin, end). Returns the number of pages.
   // Throws std::bad_alloc: nothing has changed.
   uint64_t drop(uint32_t block_begin, uint32_t block_end, const PageBank& bank);
+  // Takes what memory replace needs of these blocks, which then throws nothing.
+  void prepare_replace(uint32_t block_begin, uint32_t block_end, const PageBank& bank);
   // Puts `page` (a reference is taken over, the caller seals it) in the place of the full page of
   // `block`, whose reference is released. REQUIRES: the block is stored, in a segment. Throws
   // std::bad_alloc: nothing has changed, and `page` is still the caller's.
@@ -321,11 +323,12 @@ class PageList {
   std::vector<std::unique_ptr<Segment>> spare_;  // for what is reserved
 };
 
-// Encodes a full page anew, for another slab class. scratch: [kPageTokens][larger dim]. False: a
-// number is none that the new codecs can hold; `target` holds nothing then. REQUIRES: both classes
-// have the same heads and dims.
+// Encodes a full page anew, for another slab class. largest_q: as codecs::encode_page has it of K,
+// or null. scratch: [kPageTokens][larger dim]. False: a number is none that the new codecs can
+// hold; `target` holds nothing then. REQUIRES: both classes have the same heads and dims.
 [[nodiscard]] bool encode_page(const tiers::SlabClass& from, const std::byte* source,
-                               const tiers::SlabClass& to, std::byte* target, float* scratch);
+                               const tiers::SlabClass& to, std::byte* target,
+                               const float* largest_q, float* scratch);
 
 // Copies rows [first, first + count) of every head from one page to another, converting where the
 // slab classes differ. REQUIRES: both have the same heads and dims.

@@ -54,7 +54,11 @@ void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_ind
       runs->push_back(mean->run());
       mean = nullptr;
     }
-    if (kept != nullptr && entry.position() >= kept->end()) {
+    if (kept != nullptr && !is_packed && kept->leads() && entry.position() >= kept->runs_end() &&
+        entry.position() < kept->end()) {
+      return;  // tokens that nobody can ask for by their positions
+    }
+    if (kept != nullptr && entry.position() >= (is_packed ? kept->runs_end() : kept->end())) {
       kept->collect(is_packed, runs);
       kept = nullptr;
     }

@@ -11,6 +11,18 @@
 namespace kvm::engine {
 namespace {
 
+// The tokens that a list has kept; null: none.
+const KeptTokens* kept_tokens(const Sequence& seq, uint32_t layer, uint32_t class_index) {
+  return seq.kept.empty() ? nullptr
+                          : seq.kept[seq.space().storage(layer).first_list + class_index].get();
+}
+
+// Those that lead pages of demoted ones; null: there are none.
+const KeptTokens* leading_tokens(const Sequence& seq, uint32_t layer, uint32_t class_index) {
+  const KeptTokens* kept = kept_tokens(seq, layer, class_index);
+  return kept != nullptr && kept->leads() ? kept : nullptr;
+}
+
 // Whether tokens that queries at `first_query` and later would see, out of those below `end`, have
 // been dropped from a list.
 bool misses_visible(const Sequence& seq, uint32_t layer, uint32_t class_index, const PageList& list,
@@ -20,6 +32,10 @@ bool misses_visible(const Sequence& seq, uint32_t layer, uint32_t class_index, c
   }
   const Space& space = seq.space();
   const Retention& retention = space.head_class(layer, class_index).retention;
+  if (const KeptTokens* kept = leading_tokens(seq, layer, class_index); kept != nullptr) {
+    // All are there, of what was given up in no order: seen as a whole, or not at all.
+    return first_query < kept->end() && std::min(first_query + 1, end) > kept->runs_end();
+  }
   HeadVisibility seen = space.visibility(layer, class_index, first_query);
   if (retention.is_per_head()) {
     const uint32_t storage = space.layers[layer].storage_layer;
@@ -39,9 +55,8 @@ bool misses_visible(const Sequence& seq, uint32_t layer, uint32_t class_index, c
 bool holds(const Sequence* seq, uint32_t layer, uint32_t class_index, uint64_t begin,
            uint64_t end) {
   const PageList& list = seq->stored_lists(layer)[class_index];
-  const uint32_t index = seq->space().storage(layer).first_list + class_index;
-  const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[index].get();
-  if (kept == nullptr || list.covers(begin, end)) {
+  const KeptTokens* kept = kept_tokens(*seq, layer, class_index);
+  if (kept == nullptr || (!kept->leads() && list.covers(begin, end))) {
     return list.covers(begin, end);
   }
   const Retention& retention = seq->space().head_class(layer, class_index).retention;

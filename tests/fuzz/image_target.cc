@@ -34,8 +34,8 @@ SpaceSpec spec() {
   spec.name = "fuzzed";
   spec.params.struct_size = sizeof(spec.params);
   spec.params.n_layers = kLayers;
-  spec.params.n_q_heads = 4;
-  spec.params.n_kv_heads = 4;
+  spec.params.n_q_heads = 5;
+  spec.params.n_kv_heads = 5;
   spec.params.head_dim_k = 8;
   const auto policy = [&](uint64_t head_mask, uint32_t retention) {
     spec.policies.push_back(
@@ -48,6 +48,14 @@ SpaceSpec spec() {
   heavy->n_heavy = 20;
   heavy->merge = KVM_MERGE_COUNTED;
   heavy->budgets = KVM_BUDGETS_BY_DENSITY;
+  kvm_policy_params* demoting = policy(16, KVM_RETAIN_HEAVY);
+  demoting->n_heavy = 70;
+  demoting->merge = KVM_MERGE_DEMOTED;
+  spec.codecs.push_back({.kv_head_mask = {16, 0},
+                         .codec_k = KVM_CODEC_I4,
+                         .codec_v = KVM_CODEC_I8,
+                         .demoted_k = KVM_CODEC_I2,
+                         .demoted_v = KVM_CODEC_I2});
   spec.codecs.push_back(
       {.kv_head_mask = {8, 0}, .codec_k = KVM_CODEC_I8_CHANNEL, .codec_v = KVM_CODEC_I8_CHANNEL});
   return spec;
@@ -196,7 +204,7 @@ Seeds image_seeds() {
       world.append(seq, n_tokens);
       const std::vector<float> sums(n_tokens, 0.5f);
       add_list_masses(&world.store->memory(), seq, 0, 2, sums, 0, false);
-      const std::vector<float> row(32, 0.25f);
+      const std::vector<float> row(40, 0.25f);
       KVM_ASSERT(world.store->observe(seq, {.layer = 1, .n_rows = 1, .q = row.data()}).is_ok());
       world.append(seq, 1);
       world.append(seq, 100);

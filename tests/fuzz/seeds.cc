@@ -333,6 +333,13 @@ Seeds policy_seeds() {
                             .n_recent = 1000});
   mixed.layers.push_back({.layer_begin = 2, .n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 0});
   mixed.codecs.push_back({.layer_begin = 3, .codec_k = KVM_CODEC_I8, .codec_v = KVM_CODEC_F8E4M3});
+  SpaceSpec demoting = space();
+  demoting.policies.push_back(
+      {.retention = KVM_RETAIN_HEAVY, .n_recent = 64, .n_heavy = 32, .merge = KVM_MERGE_DEMOTED});
+  demoting.codecs.push_back({.codec_k = KVM_CODEC_I4,
+                             .codec_v = KVM_CODEC_BF16,
+                             .demoted_k = KVM_CODEC_I2_BALANCED,
+                             .demoted_v = KVM_CODEC_I2});
   SpaceSpec indexed = space();
   indexed.indexes.push_back({.kind = KVM_INDEX_SKETCH, .min_tokens = 512});
   indexed.indexes.push_back(
@@ -340,6 +347,7 @@ Seeds policy_seeds() {
   indexed.sink_logits.assign(32, 0.5f);
   return {{"streaming", policy(streaming)},
           {"mixed", policy(mixed)},
+          {"demoting", policy(demoting)},
           {"indexed", policy(indexed)},
           {"plain", policy(space())}};
 }

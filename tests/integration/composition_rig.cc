@@ -149,6 +149,8 @@ std::vector<PolicyCase> policy_cases(uint64_t window) {
   weighted.merge = KVM_MERGE_WEIGHTED;
   kvm_policy_params counted = heavy;
   counted.merge = KVM_MERGE_COUNTED;
+  kvm_policy_params demoted = heavy;
+  demoted.merge = KVM_MERGE_DEMOTED;
   kvm_policy_params by_density = heavy;
   by_density.budgets = KVM_BUDGETS_BY_DENSITY;
   kvm_policy_params prompt = make_policy(KVM_RETAIN_PROMPT, 0, 0);
@@ -162,6 +164,7 @@ std::vector<PolicyCase> policy_cases(uint64_t window) {
           {"heavy", heavy},
           {"heavy, merged by weight", weighted},
           {"heavy, merged and counted", counted},
+          {"heavy, demoted to it", demoted},
           {"heavy, shared out by density", by_density},
           {"prompt", prompt}};
 }
@@ -206,6 +209,12 @@ std::string PairTest::add_space(const PolicyCase& policy, const CodecCase& codec
   kvm_codec_params codecs{};
   codecs.codec_k = codec.k;
   codecs.codec_v = extra == Extra::kVInK ? codec.k : codec.v;
+  if (policy.demotes()) {
+    codecs.demoted_k = codecs.codec_k;
+    codecs.demoted_v = codecs.codec_v;
+    codecs.codec_k = KVM_CODEC_F32;
+    codecs.codec_v = KVM_CODEC_F32;
+  }
   kvm_layer_params layer{};
   layer.n_layers = kPairLayers;
   if (extra == Extra::kWindow) {
@@ -424,7 +433,7 @@ std::string PairTest::check(const Pair& pair, kvm_seq_id seq, uint64_t length) {
       pair.policy.is_prompt() ? kvm_policy_params{} : pair.policy.entry;
   const bool folds = policy.retention == KVM_RETAIN_SINKS_RECENT_FOLD;
   const Stored stored = read(pair, seq, layer, length);
-  if (policy.merge == KVM_MERGE_NONE) {
+  if (policy.merge == KVM_MERGE_NONE || pair.policy.demotes()) {
     const uint32_t source = pair.storage(layer);
     const double off =
         std::max(distance(stored, stored.k, text().k[source]),
@@ -440,6 +449,10 @@ std::string PairTest::check(const Pair& pair, kvm_seq_id seq, uint64_t length) {
     if (!is_hidden && is_seen(policy, t, length - 1)) {
       if (stored.is_there[t]) {
         entries.push_back({&stored.k[t * kDim], &stored.v[t * kDim], 0, t < policy.n_sinks, t});
+      } else if (pair.policy.demotes()) {  // it cannot be read: about what it was
+        const uint32_t source = pair.storage(layer);
+        const auto& v = pair.extra == Extra::kVInK ? text().k[source] : text().v[source];
+        entries.push_back({&text().k[source][t * kDim], &v[t * kDim]});
       } else if (policy.retention == KVM_RETAIN_SINKS_RECENT) {
         return fmt::format("token {} is seen, and is not there", t);
       }
@@ -460,7 +473,8 @@ std::string PairTest::check(const Pair& pair, kvm_seq_id seq, uint64_t length) {
   }
   // The table of rounding in kvm.h, with KVM_STEP_F32_VALUES; what was folded may have been read
   // before a cut that rounded it once more.
-  const double most = (pair.codec.k == KVM_CODEC_I8 ? 2e-3 : 2e-4) + (folds ? pair.codec.off : 0);
+  const double most = (pair.codec.k == KVM_CODEC_I8 ? 2e-3 : 2e-4) +
+                      (folds || pair.policy.demotes() ? pair.codec.off : 0);
   const bool in_cache = policy.positions == KVM_POSITIONS_IN_CACHE;
   const uint64_t seen = policy.n_sinks + policy.n_recent;
   const double turn = in_cache && length > seen

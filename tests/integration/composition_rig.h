@@ -24,6 +24,8 @@ struct PolicyCase {
   kvm_policy_params entry;
 
   bool is_prompt() const { return entry.retention == KVM_RETAIN_PROMPT; }
+  // The codec of a pair is what it demotes to, from fp32.
+  bool demotes() const { return entry.merge == KVM_MERGE_DEMOTED; }
 };
 
 // A codec of keys and one of values. Those of a family answer alike.

@@ -92,6 +92,8 @@ class CodecId(enum.IntEnum):
     GEAR4 = 14
     GEAR2_CHANNEL = 15
     GEAR2 = 16
+    I4_BALANCED = 17
+    I2_BALANCED = 18
 
 
 class Rope(enum.IntEnum):
@@ -133,6 +135,7 @@ class Merging(enum.IntEnum):
     NONE = 0
     WEIGHTED = 1
     COUNTED = 2
+    DEMOTED = 3
 
 
 class Budgets(enum.IntEnum):

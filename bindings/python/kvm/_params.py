@@ -106,7 +106,7 @@ class Policy:
     n_sinks: int = 0
     n_recent: int = 0  #: at least 1 but for FULL and PROMPT
     n_heavy: int = 0  #: HEAVY only
-    merge: Merging = Merging.NONE  #: HEAVY only: whether tokens that go join ones that stay
+    merge: Merging = Merging.NONE  #: HEAVY only: what becomes of tokens that are not kept
     budgets: Budgets = Budgets.EQUAL  #: HEAVY only: whether some layers keep more than others
     slack: int = 0  #: tokens kept beyond n_recent, so that truncating has room
     positions: Positions = Positions.ABSOLUTE
@@ -128,6 +128,9 @@ class Codec:
 
     codec_k: CodecId | str | Any | None = None
     codec_v: CodecId | str | Any | None = None
+    #: of tokens that heads with `Merging.DEMOTED` demote; None for other heads
+    demoted_k: CodecId | str | Any | None = None
+    demoted_v: CodecId | str | Any | None = None
     begin: int = 0
     n_layers: int = 0
     heads: Iterable[int] | None = None
@@ -135,7 +138,9 @@ class Codec:
     def _fields(self) -> dict[str, Any]:
         return {"layer_begin": self.begin, "n_layers": self.n_layers,
                 "kv_head_mask": _mask(self.heads), "codec_k": int(codec_of(self.codec_k)),
-                "codec_v": int(codec_of(self.codec_v))}
+                "codec_v": int(codec_of(self.codec_v)),
+                "demoted_k": int(codec_of(self.demoted_k)),
+                "demoted_v": int(codec_of(self.demoted_v))}
 
 
 @dataclasses.dataclass(frozen=True)

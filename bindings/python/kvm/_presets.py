@@ -129,6 +129,9 @@ def _policy(entry: dict[str, Any]) -> Policy:
 
 
 def _codec(entry: dict[str, Any]) -> Codec:
-    return Codec(CodecId(entry["codec_k"]), CodecId(entry["codec_v"]),
+    codec_k, codec_v, demoted_k, demoted_v = (
+        CodecId(entry[of]) if entry[of] != 0 else None
+        for of in ("codec_k", "codec_v", "demoted_k", "demoted_v"))
+    return Codec(codec_k, codec_v, demoted_k, demoted_v,
                  begin=entry["layer_begin"], n_layers=entry["n_layers"],
                  heads=_heads(entry["kv_head_mask"]))

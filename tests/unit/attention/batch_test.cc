@@ -16,10 +16,11 @@
 namespace kvm::attention::testing {
 namespace {
 
-constexpr CodecId kCodecs[] = {
-    CodecId::kF32,      CodecId::kF16, CodecId::kBf16,     CodecId::kI8,         CodecId::kF8,
-    codecs::kI8Channel, codecs::kI4,   codecs::kI4Channel, codecs::kI4Centred,   codecs::kI2Channel,
-    codecs::kI2Centred, codecs::kI2,   codecs::kGear4,     codecs::kGear2Channel};
+constexpr CodecId kCodecs[] = {CodecId::kF32,      CodecId::kF16,        CodecId::kBf16,
+                               CodecId::kI8,       CodecId::kF8,         codecs::kI8Channel,
+                               codecs::kI4,        codecs::kI4Channel,   codecs::kI4Centred,
+                               codecs::kI2Channel, codecs::kI2Centred,   codecs::kI2Balanced,
+                               codecs::kGear4,     codecs::kGear2Channel};
 
 // What is written for query tokens [first, first + count), every NaN as the same one.
 std::vector<uint32_t> bits_of(const Case& c, uint32_t first, uint32_t count) {

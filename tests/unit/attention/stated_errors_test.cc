@@ -68,7 +68,8 @@ constexpr Stored kStored[] = {{"f32", CodecId::kF32, false},
                               {"i8, fp32", CodecId::kI8, true},
                               {"i4", codecs::kI4, false},
                               {"i4 by channel", codecs::kI4Channel, false},
-                              {"i2 centred", codecs::kI2Centred, false}};
+                              {"i2 centred", codecs::kI2Centred, false},
+                              {"i2 balanced", codecs::kI2Balanced, false}};
 
 // As kvm.h has them, at "Rounding".
 Errors stated_for(const Stored& stored) {

@@ -58,6 +58,9 @@ class Grid {
   float mean(uint32_t channel) const {
     return is_centred() ? 0.25f * static_cast<float>((page() + channel) % 9) - 1.0f : 0.0f;
   }
+  float factor(uint32_t channel) const {
+    return codec_.is_balanced ? 0.5f + 0.25f * static_cast<float>((page() + channel) % 11) : 1.0f;
+  }
   // Of GEAR's low-rank part.
   float a(uint32_t k) const {
     return round_to(Dtype::kBf16, 0.25f * static_cast<float>((3 * position_ + k) % 5) - 0.6f);
@@ -91,16 +94,21 @@ class Grid {
     return sum;
   }
   bool is_by_token() const { return codec_.group_params != 0; }
-  bool is_centred() const { return is_by_token() && codec_.channel_params != 0; }
+  bool is_centred() const {
+    return is_by_token() && codec_.channel_params != 0 && !codec_.is_balanced;
+  }
   long code(uint32_t channel, float x) const {
     const long first = codec_.is_low_bits() ? 0 : -127;
-    const float rest = x - mean(channel) - zero(channel) - added(channel);
+    const float rest = x / factor(channel) - mean(channel) - zero(channel) - added(channel);
     const long code = std::lrint(rest / scale(channel));
     return std::clamp(code, first, last());
   }
   float value(uint32_t channel, float x) const {
     const float value = static_cast<float>(code(channel, x)) * scale(channel) + zero(channel);
-    return is_centred() ? value + mean(channel) : codec_.is_gear() ? value + added(channel) : value;
+    return is_centred()         ? value + mean(channel)
+           : codec_.is_balanced ? value * factor(channel)
+           : codec_.is_gear()   ? value + added(channel)
+                                : value;
   }
 
  private:
@@ -187,7 +195,9 @@ void put_codes(std::byte* stored, uint16_t* params, CodecId id, uint64_t positio
       own[d / codecs::Codec::kGroupChannels * 2] = f32_to_bf16(grid.scale(d));
       own[d / codecs::Codec::kGroupChannels * 2 + 1] = f32_to_bf16(grid.zero(d));
     }
-    if (grid.is_centred()) {
+    if (codec.is_balanced) {
+      channels[d] = f32_to_bf16(grid.factor(d));
+    } else if (grid.is_centred()) {
       channels[d] = f32_to_bf16(grid.mean(d));
     } else if (!grid.is_by_token()) {
       channels[d] = f32_to_bf16(grid.scale(d));

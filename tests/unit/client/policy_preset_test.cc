@@ -137,6 +137,26 @@ TEST(PolicyPreset, H2o) {
   EXPECT_EQ(resolve_preset(params).status().code(), KVM_ERR_INVALID);
 }
 
+// Yang et al.: H2O's tokens in full, the others in 2 bits.
+TEST(PolicyPreset, MiKv) {
+  kvm_preset_params params = params_of("mikv");
+  params.n_tokens = 10'000;
+  const Preset preset = resolve(params);
+  ASSERT_EQ(preset.policies.size(), 1u);
+  expect_numbers(preset.policies[0], KVM_RETAIN_HEAVY, 0, 1000, 1000);
+  EXPECT_EQ(preset.policies[0].merge, uint32_t{KVM_MERGE_DEMOTED});
+  ASSERT_EQ(preset.codecs.size(), 1u);
+  EXPECT_EQ(preset.codecs[0].codec_k, 0u);
+  EXPECT_EQ(preset.codecs[0].codec_v, 0u);
+  EXPECT_EQ(preset.codecs[0].demoted_k, uint32_t{KVM_CODEC_I2_BALANCED});
+  EXPECT_EQ(preset.codecs[0].demoted_v, uint32_t{KVM_CODEC_I2});
+  EXPECT_EQ(preset.text,
+            "Each head keeps the last 1000 tokens and the 1000 with most attention, of 10000 "
+            "tokens, in the space's codec; its other keys stay as int2_balanced, its other values "
+            "as int2.\nLet kvm_observe see the last queries of the prompt: keys are balanced by "
+            "them.\n");
+}
+
 // Wan et al.: as H2O beside 4 sinks; layers 0, 1 and the last are whole.
 TEST(PolicyPreset, D2o) {
   kvm_preset_params params = params_of("d2o");
@@ -267,8 +287,8 @@ TEST(PolicyPreset, NamesAreListed) {
 
 TEST(PolicyPreset, UnknownNamesHaveANearest) {
   const std::string all =
-      "full, streaming_llm, duo_attention, razor_attention, h2o, d2o, kivi, kivi4, gear4, gear2, "
-      "yi_lightning, skip_decode, unified_layer_skipping";
+      "full, streaming_llm, duo_attention, razor_attention, h2o, mikv, d2o, kivi, kivi4, gear4, "
+      "gear2, yi_lightning, skip_decode, unified_layer_skipping";
   const std::pair<const char*, const char*> cases[] = {
       {"h20", "h2o"},
       {"streamingllm", "streaming_llm"},
@@ -283,7 +303,7 @@ TEST(PolicyPreset, UnknownNamesHaveANearest) {
     expect_refused(params_of(far), KVM_ERR_NOT_FOUND,
                    std::string("no preset is called \"") + far + "\"; there are " + all);
   }
-  EXPECT_EQ(resolve_preset(params_of("mikv")).status().code(), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(resolve_preset(params_of("minicache")).status().code(), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(resolve_preset(params_of(nullptr)).status().code(), KVM_ERR_INVALID);
 }
 

@@ -33,7 +33,9 @@ TEST(CodecTable, SizesOfRowsOf128Channels) {
         Row{"gear4_channel", kGear4Channel, 64, 4096, 2048, 96},
         Row{"gear4", kGear4, 64, 4096, 1792, 92},
         Row{"gear2_channel", kGear2Channel, 32, 2048, 2048, 64},
-        Row{"gear2", kGear2, 32, 2048, 1792, 60}}) {
+        Row{"gear2", kGear2, 32, 2048, 1792, 60},
+        Row{"int4_balanced", kI4Balanced, 64, 4096, 768, 76},
+        Row{"int2_balanced", kI2Balanced, 32, 2048, 768, 44}}) {
     SCOPED_TRACE(row.name);
     const Codec* codec = find_codec(row.name);
     ASSERT_NE(codec, nullptr);

@@ -21,7 +21,11 @@
 namespace kvm::codecs {
 namespace {
 
-const CodecId kAll[] = {kI4, kI4Channel, kI4Centred, kI2, kI2Channel, kI2Centred};
+const CodecId kAll[] = {kI4,        kI4Channel, kI4Centred,  kI2,
+                        kI2Channel, kI2Centred, kI4Balanced, kI2Balanced};
+
+uint32_t bits_of(CodecId id) { return id < kI2 || id == kI4Balanced ? 4 : 2; }
+bool is_balanced(CodecId id) { return id == kI4Balanced || id == kI2Balanced; }
 
 struct Head {
   std::vector<uint8_t> codes;
@@ -29,11 +33,12 @@ struct Head {
 };
 
 // With room behind, which nobody writes.
-bool encode(const Codec& codec, const std::vector<float>& rows, uint32_t dim, Head* out) {
+bool encode(const Codec& codec, const std::vector<float>& rows, uint32_t dim, Head* out,
+            const float* largest_q = nullptr) {
   out->codes.assign(codec.head_rows_bytes(dim) + 1, uint8_t{0x99});
   out->params.assign(codec.n_scales(dim) + 1, uint16_t{0x4242});
   const bool is_encoded =
-      encode_low_bits(codec, rows.data(), dim, out->codes.data(), out->params.data());
+      encode_low_bits(codec, rows.data(), dim, largest_q, out->codes.data(), out->params.data());
   EXPECT_EQ(out->codes.back(), 0x99);
   EXPECT_EQ(out->params.back(), 0x4242);
   return is_encoded;
@@ -64,23 +69,24 @@ std::vector<float> random_rows(uint32_t dim, std::mt19937_64* random) {
 
 double bf16(const Head& head, uint64_t i) { return double{bf16_to_f32(head.params[i])}; }
 
-// What the definition says of element (t, i): its scale, zero and mean.
+// What the definition says of element (t, i): its scale, zero, mean and factor.
 struct Steps {
-  double scale, zero, mean;
+  double scale, zero, mean, factor;
 };
 Steps steps_at(const Codec& codec, const Head& head, uint32_t dim, uint32_t t, uint32_t i) {
   const uint32_t n_groups = (dim + 63) / 64;
   if (codec.id == kI4Channel || codec.id == kI2Channel) {
-    return {bf16(head, i), bf16(head, dim + i), 0};
+    return {bf16(head, i), bf16(head, dim + i), 0, 1};
   }
   const uint64_t own = (uint64_t{t} * n_groups + i / 64) * 2;
   const bool is_centred = codec.id == kI4Centred || codec.id == kI2Centred;
-  return {bf16(head, own), bf16(head, own + 1),
-          is_centred ? bf16(head, uint64_t{kPageTokens} * n_groups * 2 + i) : 0};
+  const uint64_t channel = uint64_t{kPageTokens} * n_groups * 2 + i;
+  return {bf16(head, own), bf16(head, own + 1), is_centred ? bf16(head, channel) : 0,
+          is_balanced(codec.id) ? bf16(head, channel) : 1};
 }
 
 uint32_t code_at(const Codec& codec, const Head& head, uint32_t dim, uint32_t t, uint32_t i) {
-  const uint32_t bits = codec.id < kI2 ? 4 : 2;
+  const uint32_t bits = bits_of(codec.id);
   const uint8_t byte = head.codes[uint64_t{t} * dim * bits / 8 + i * bits / 8];
   return byte >> (i * bits % 8) & ((1u << bits) - 1);
 }
@@ -89,7 +95,7 @@ TEST(LowBits, AreStepsFromTheSmallestToTheLargest) {
   std::mt19937_64 random(3);
   for (const CodecId id : kAll) {
     const Codec& codec = codec_of(id);
-    const uint32_t last = id < kI2 ? 15 : 3;
+    const uint32_t last = bits_of(id) == 4 ? 15 : 3;
     for (const uint32_t dim : {8u, 64u, 72u, 128u, 576u}) {
       SCOPED_TRACE(std::string(codec.name) + " of " + std::to_string(dim));
       const std::vector<float> rows = random_rows(dim, &random);
@@ -106,8 +112,9 @@ TEST(LowBits, AreStepsFromTheSmallestToTheLargest) {
       for (uint32_t t = 0; t < kPageTokens; ++t) {
         for (uint32_t i = 0; i < dim; ++i) {
           // The rest without the mean is one of fp32.
-          const float rest =
-              rows[t * dim + i] - static_cast<float>(steps_at(codec, head, dim, t, i).mean);
+          const Steps steps = steps_at(codec, head, dim, t, i);
+          const float rest = (rows[t * dim + i] - static_cast<float>(steps.mean)) /
+                             static_cast<float>(steps.factor);
           smallest[shared(t, i)] = std::min(smallest[shared(t, i)], double{rest});
           largest[shared(t, i)] = std::max(largest[shared(t, i)], double{rest});
         }
@@ -122,13 +129,14 @@ TEST(LowBits, AreStepsFromTheSmallestToTheLargest) {
           const double rounding = (std::abs(hi) + std::abs(lo)) * 0x1p-22;  // of fp32
           ASSERT_GE(steps.zero + last * steps.scale, hi - rounding);
           ASSERT_LE(steps.scale, (hi - steps.zero) / last * (1 + 1.0 / 127) + 0x1p-126 + rounding);
-          const double rest = double{rows[t * dim + i] - static_cast<float>(steps.mean)};
+          const double rest = double{(rows[t * dim + i] - static_cast<float>(steps.mean)) /
+                                     static_cast<float>(steps.factor)};
           const uint32_t code = code_at(codec, head, dim, t, i);
           ASSERT_LE(std::abs(code * steps.scale + steps.zero - rest),
                     steps.scale * (0.5 + 0x1p-19) + rounding);
           const auto x = static_cast<float>(code * steps.scale + steps.zero);
           ASSERT_EQ(read[t * dim + i],
-                    codec.channel_params == 1 ? x + static_cast<float>(steps.mean) : x);
+                    (x + static_cast<float>(steps.mean)) * static_cast<float>(steps.factor));
         }
       }
     }
@@ -149,6 +157,35 @@ TEST(LowBits, MeansAreThoseOfThePage) {
       }
       EXPECT_EQ(steps_at(codec_of(id), head, kDim, 0, i).mean,
                 double{bf16_to_f32(f32_to_bf16(static_cast<float>(sum / kPageTokens)))});
+    }
+  }
+}
+
+TEST(LowBits, FactorsAreThoseOfKeysAndQueries) {
+  constexpr uint32_t kDim = 72;
+  std::mt19937_64 random(4);
+  const std::vector<float> rows = random_rows(kDim, &random);
+  std::vector<float> queries(kDim);
+  for (uint32_t i = 0; i < kDim; ++i) {
+    queries[i] = i % 9 == 8 ? 0.0f : std::ldexp(1.0f, static_cast<int>(i % 12) - 6);
+  }
+  const std::vector<float> none(kDim);
+  for (const CodecId id : {kI4Balanced, kI2Balanced}) {
+    const float* const known[] = {queries.data(), none.data(), nullptr};
+    for (const float* largest_q : known) {
+      Head head;
+      ASSERT_TRUE(encode(codec_of(id), rows, kDim, &head, largest_q));
+      for (uint32_t i = 0; i < kDim; ++i) {
+        double largest = 0;
+        for (uint32_t t = 0; t < kPageTokens; ++t) {
+          largest = std::max(largest, std::abs(double{rows[t * kDim + i]}));
+        }
+        // The largest query is 2^5, and none counts for less than 2^-10 of it.
+        const double weight =
+            largest_q == queries.data() ? std::max(double{queries[i]} / 32, 1.0 / 1024) : 1;
+        const double expected = largest == 0 ? 1 : std::sqrt(largest / weight);
+        EXPECT_NEAR(steps_at(codec_of(id), head, kDim, 0, i).factor, expected, expected / 256) << i;
+      }
     }
   }
 }
@@ -246,7 +283,8 @@ struct Errors {
   double of_scores;  // likewise of scores, without the mean of each query's: what the softmax sees
 };
 
-Errors errors_of(CodecId id, const std::vector<double>& keys, const std::vector<double>& queries) {
+Errors errors_of(CodecId id, const std::vector<double>& keys, const std::vector<double>& queries,
+                 const float* largest_q = nullptr) {
   const Codec& codec = codec_of(id);
   std::vector<double> error(keys.size());
   for (uint32_t page = 0; page < kKeys; page += kPageTokens) {
@@ -254,7 +292,7 @@ Errors errors_of(CodecId id, const std::vector<double>& keys, const std::vector<
     const std::vector<float> rows(keys.begin() + static_cast<ptrdiff_t>(at),
                                   keys.begin() + static_cast<ptrdiff_t>(at + 64 * kKeyDim));
     Head head;
-    EXPECT_TRUE(encode(codec, rows, kKeyDim, &head));
+    EXPECT_TRUE(encode(codec, rows, kKeyDim, &head, largest_q));
     const std::vector<float> read = decode(codec, head, kKeyDim);
     for (size_t i = 0; i < read.size(); ++i) {
       error[at + i] = double{read[i]} - keys[at + i];
@@ -324,6 +362,42 @@ TEST(LowBits, LargeChannelsCostMuchByTokenAndLittleByChannelOrCentred) {
     EXPECT_GE(by_token.of_scores / centred.of_scores, 2.5);
     EXPECT_NEAR(by_token.of_keys, one.expected_by_token, one.expected_by_token / 4);
     EXPECT_NEAR(by_channel.of_keys, one.expected_by_channel, one.expected_by_channel / 4);
+  }
+}
+
+// MiKV's finding: where some channels of keys, or of queries, are large, scores are nearer to what
+// they were when codes are shared out by both.
+TEST(LowBits, BalancedKeysKeepScoresBetter) {
+  std::mt19937_64 random(9);
+  std::normal_distribution<double> normal;
+  struct Case {
+    CodecId plain, balanced;
+    bool has_large_query;
+    double expected_plain, expected_balanced;  // in arithmetic of double precision
+  };
+  for (const Case& one :
+       {Case{kI4, kI4Balanced, false, 0.16, 0.053}, Case{kI4, kI4Balanced, true, 0.25, 0.055},
+        Case{kI2, kI2Balanced, false, 0.81, 0.26}, Case{kI2, kI2Balanced, true, 1.24, 0.27}}) {
+    std::vector<double> keys(size_t{kKeys} * kKeyDim);
+    std::vector<double> queries(64 * kKeyDim);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      keys[i] = normal(random) * ((i % kKeyDim) % 29 == 17 ? 15 : 1);
+    }
+    for (size_t i = 0; i < queries.size(); ++i) {
+      queries[i] = normal(random) * (one.has_large_query && i % kKeyDim == 5 ? 10 : 1);
+    }
+    std::vector<float> largest_q(kKeyDim);
+    for (size_t i = 0; i < queries.size(); ++i) {
+      float& own = largest_q[i % kKeyDim];
+      own = std::max(own, static_cast<float>(std::abs(queries[i])));
+    }
+    const double plain = errors_of(one.plain, keys, queries).of_scores;
+    const double balanced = errors_of(one.balanced, keys, queries, largest_q.data()).of_scores;
+    std::printf("%s, %s query: scores %.3f, balanced %.3f\n", codec_of(one.plain).name,
+                one.has_large_query ? "large" : "plain", plain, balanced);
+    EXPECT_GE(plain / balanced, 2.5);
+    EXPECT_NEAR(plain, one.expected_plain, one.expected_plain / 5);
+    EXPECT_NEAR(balanced, one.expected_balanced, one.expected_balanced / 5);
   }
 }
 

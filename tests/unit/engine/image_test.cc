@@ -205,6 +205,15 @@ std::vector<Kind> kinds() {
   shared.spec.policies = {heavy(3, KVM_MERGE_NONE, KVM_BUDGETS_BY_DENSITY)};
   shared.spec.codecs = {codec(0, 3, KVM_CODEC_I8, KVM_CODEC_I8)};
   all.push_back(shared);
+  for (const uint32_t id : {KVM_CODEC_I4, KVM_CODEC_I2}) {
+    Kind demotes = {"demotes", make_spec("demotes" + std::to_string(id), 2, 2)};
+    demotes.spec.policies = {heavy(3, KVM_MERGE_DEMOTED, KVM_BUDGETS_EQUAL)};
+    demotes.spec.codecs = {codec(0, 3, id, id)};
+    demotes.spec.codecs[0].n_layers = 0;
+    demotes.spec.codecs[0].demoted_k = KVM_CODEC_I2;
+    demotes.spec.codecs[0].demoted_v = KVM_CODEC_I2;
+    all.push_back(demotes);
+  }
   Kind settles = {"settles", make_spec("settles", 2, 2)};
   settles.spec.codecs = {codec(0, 3, KVM_CODEC_I8_CHANNEL, KVM_CODEC_I8_CHANNEL)};
   all.push_back(settles);
@@ -271,8 +280,10 @@ Sequence* make(ImageRig& rig, const Kind& kind) {
 std::vector<std::byte> runs_of(const Store& store, const Sequence* seq, uint32_t layer,
                                uint32_t class_index) {
   const tiers::SlabClass& slab_class = seq->space().head_class(layer, class_index).slab_class;
+  // Where kept tokens were, and all that queries see.
   std::vector<KvRun> runs;
   store.collect_runs(seq, layer, class_index, &runs, false);
+  store.collect_runs(seq, layer, class_index, &runs, true);
   std::vector<std::byte> all;
   std::vector<float> row(std::max(slab_class.dim_k, slab_class.dim_v));
   const auto add = [&](const void* data, size_t n) {

@@ -29,7 +29,7 @@ constexpr uint32_t kLayers = 3;  // the last is an alias of the first
 constexpr uint64_t kSlack = 48;
 const double kScale = 1.0 / std::sqrt(double{kDim});
 
-enum class Kind { kFull, kWindow, kInCache, kFold, kHeavy };
+enum class Kind { kFull, kWindow, kInCache, kFold, kHeavy, kDemoted };
 
 struct Rule {
   Kind kind = Kind::kFull;
@@ -37,6 +37,11 @@ struct Rule {
   uint64_t n_recent = 0;
   uint64_t n_heavy = 0;
 
+  // What is demoted is whole pages, so is what is kept.
+  uint64_t capacity() const {
+    return kind == Kind::kDemoted ? round_up(n_heavy, kPageTokens) : n_heavy;
+  }
+  bool chooses() const { return kind == Kind::kHeavy || kind == Kind::kDemoted; }
   uint64_t begin() const { return round_up(n_sinks, kPageTokens); }
   uint64_t end(uint64_t n_committed) const {
     const uint64_t kept = n_recent + kSlack;
@@ -71,7 +76,7 @@ struct List {
   std::vector<Row> k;  // of all tokens, also those it gave up
   std::vector<Row> v;
   uint64_t end = 0;                 // what lies behind the sinks' pages and before it is given up
-  std::map<uint64_t, double> kept;  // kHeavy: tokens that it holds, and their mass
+  std::map<uint64_t, double> kept;  // those that chooses(): tokens in full, and their mass
 };
 
 struct ModelSeq {
@@ -95,12 +100,19 @@ class Mixed {
     for (uint32_t layer = 0; layer < kOwnLayers; ++layer) {
       for (uint32_t head = 0; head < kKvHeads; ++head) {
         Rule& rule = rules_[layer][head];
-        rule.kind = static_cast<Kind>((head + pick(0, 1) * layer) % 5);
+        rule.kind = static_cast<Kind>((head + pick(0, 1) * layer) % 6);
         rule.n_sinks = pick(0, 2) == 0 ? 0 : pick(1, 100);
         rule.n_recent = pick(1, 120);
         rule.n_heavy = pick(1, 100);
         if (rule.kind != Kind::kFull) {
           spec.policies.push_back(policy(rule, layer, head));
+        }
+        if (rule.kind == Kind::kDemoted) {
+          spec.codecs.push_back({.layer_begin = layer,
+                                 .n_layers = 1,
+                                 .kv_head_mask = {uint64_t{1} << head, 0},
+                                 .demoted_k = KVM_CODEC_I8,
+                                 .demoted_v = KVM_CODEC_F16});
         }
       }
     }
@@ -153,15 +165,16 @@ class Mixed {
     params.layer_begin = layer;
     params.n_layers = 1;
     params.kv_head_mask[0] = uint64_t{1} << head;
-    params.retention = rule.kind == Kind::kFold    ? KVM_RETAIN_SINKS_RECENT_FOLD
-                       : rule.kind == Kind::kHeavy ? KVM_RETAIN_HEAVY
-                                                   : KVM_RETAIN_SINKS_RECENT;
+    params.retention = rule.kind == Kind::kFold ? KVM_RETAIN_SINKS_RECENT_FOLD
+                       : rule.chooses()         ? KVM_RETAIN_HEAVY
+                                                : KVM_RETAIN_SINKS_RECENT;
+    params.merge = rule.kind == Kind::kDemoted ? KVM_MERGE_DEMOTED : KVM_MERGE_NONE;
     params.positions =
         rule.kind == Kind::kInCache ? KVM_POSITIONS_IN_CACHE : KVM_POSITIONS_ABSOLUTE;
     params.n_sinks = rule.n_sinks;
     params.n_recent = rule.n_recent;
     params.slack = kSlack;
-    params.n_heavy = rule.kind == Kind::kHeavy ? rule.n_heavy : 0;
+    params.n_heavy = rule.chooses() ? rule.n_heavy : 0;
     return params;
   }
 
@@ -326,7 +339,7 @@ class Mixed {
       for (uint32_t d = 0; d < kDim; ++d) {
         answer.o[d] += weight * values[i][d];
       }
-      if (rule.kind == Kind::kHeavy) {
+      if (rule.chooses() && list.kept.contains(seen[i])) {
         list.kept[seen[i]] += weight;
       }
     }
@@ -352,13 +365,18 @@ class Mixed {
         const Rule& rule = rules_[layer][head];
         List& list = model->lists[layer][head];
         const uint64_t end = std::max(list.end, rule.end(n));
-        const bool chooses = rule.kind == Kind::kHeavy && end != list.end;
+        const bool chooses = rule.chooses() && end != list.end;
         list.end = rule.kind == Kind::kFull ? list.end : end;
         if (chooses) {
           choose(rule, &list);
         }
       }
     }
+  }
+
+  static Row rounded(CodecId codec, const Row& row) {
+    const std::vector<float> stored = round_row(codec, std::vector<float>(row.begin(), row.end()));
+    return Row(stored.begin(), stored.end());
   }
 
   void choose(const Rule& rule, List* list) {
@@ -369,12 +387,17 @@ class Mixed {
       }
     }
     std::sort(ranked.begin(), ranked.end());
-    for (size_t i = rule.n_heavy; i < ranked.size(); ++i) {
-      list->kept.erase(ranked[i].second);
+    for (size_t i = rule.capacity(); i < ranked.size(); ++i) {
+      const uint64_t x = ranked[i].second;
+      list->kept.erase(x);
+      if (rule.kind == Kind::kDemoted) {
+        list->k[x] = rounded(CodecId::kI8, list->k[x]);
+        list->v[x] = rounded(CodecId::kF16, list->v[x]);
+      }
     }
-    if (ranked.size() > rule.n_heavy) {
-      const double last = -ranked[rule.n_heavy - 1].first;
-      const double next = -ranked[rule.n_heavy].first;
+    if (ranked.size() > rule.capacity()) {
+      const double last = -ranked[rule.capacity() - 1].first;
+      const double next = -ranked[rule.capacity()].first;
       is_clear_ = is_clear_ && (next == 0 || last - next >= 1e-5 * last);
     }
   }
@@ -387,7 +410,7 @@ class Mixed {
   }
   bool is_forbidden(const ModelSeq& model, uint64_t n) const {
     return !all_lists(model, [&](const Rule& rule, const List& list) {
-      const bool leaves = rule.kind == Kind::kFold || rule.kind == Kind::kHeavy;
+      const bool leaves = rule.kind == Kind::kFold || rule.chooses();
       return !leaves || n <= rule.begin() || n >= list.end;
     });
   }

@@ -49,7 +49,7 @@ class Stored {
       std::vector<uint16_t> params(codec.head_params_bytes(kDim) / 2);
       const KvPlane plane{rows.data(), params.data(), codec_};
       std::vector<float> scratch(page.size());
-      if (!codecs::encode_page({page.data(), nullptr, CodecId::kF32}, plane, 1, kDim,
+      if (!codecs::encode_page({page.data(), nullptr, CodecId::kF32}, plane, 1, kDim, nullptr,
                                scratch.data())) {
         continue;
       }

@@ -29,6 +29,14 @@ kvm_policy_params in_cache(uint32_t positions) {
   return policy;
 }
 
+kvm_policy_params demoting() {
+  return {.retention = KVM_RETAIN_HEAVY, .n_recent = 1, .n_heavy = 1, .merge = KVM_MERGE_DEMOTED};
+}
+
+kvm_codec_params demoted_to(uint32_t codec, uint32_t demoted) {
+  return {.codec_k = codec, .codec_v = codec, .demoted_k = demoted, .demoted_v = demoted};
+}
+
 const std::vector<BadSpec>& bad_specs() {
   static const std::vector<BadSpec> specs = {
       {"name has 0", [](SpaceSpec* s) { s->name = ""; }},
@@ -131,12 +139,12 @@ const std::vector<BadSpec>& bad_specs() {
        },
        KVM_ERR_UNSUPPORTED},
       {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
-      {"codec is 17; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 "
+      {"codec is 19; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 "
        "(fp8), "
        "6 (int8_channel), 7 (int4), 8 (int4_channel), 9 (int4_centred), 10 (int2), "
        "11 (int2_channel), 12 (int2_centred), 13 (gear4_channel), 14 (gear4), 15 (gear2_channel), "
-       "16 (gear2)",
-       [](SpaceSpec* s) { s->params.codec = 17; }},
+       "16 (gear2), 17 (int4_balanced), 18 (int2_balanced)",
+       [](SpaceSpec* s) { s->params.codec = 19; }},
       {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = std::nanf(""); }},
       {"softmax_scale is -1", [](SpaceSpec* s) { s->params.softmax_scale = -1; }},
       {"logit_softcap is inf", [](SpaceSpec* s) { s->params.logit_softcap = INFINITY; }},
@@ -242,12 +250,44 @@ const std::vector<BadSpec>& bad_specs() {
          s->policies = {sinks_recent(0, 0, 0, 1)};
          s->policies[0].merge = KVM_MERGE_WEIGHTED;
        }},
-      {"policies[0].merge is 3; it must be KVM_MERGE_NONE (0), KVM_MERGE_WEIGHTED (1) or",
+      {"policies[0].merge is 4; it must be KVM_MERGE_NONE (0), KVM_MERGE_WEIGHTED (1), ",
        [](SpaceSpec* s) {
          s->policies = {sinks_recent(0, 0, 0, 1)};
          s->policies[0].retention = KVM_RETAIN_HEAVY;
          s->policies[0].n_heavy = 1;
-         s->policies[0].merge = 3;
+         s->policies[0].merge = 4;
+       }},
+      {"kv head 0 of layer 0 has KVM_MERGE_DEMOTED and no demoted_k, demoted_v",
+       [](SpaceSpec* s) { s->policies = {demoting()}; }},
+      {"kv head 0 of layer 0 has demoted_k and demoted_v without KVM_MERGE_DEMOTED",
+       [](SpaceSpec* s) { s->codecs = {demoted_to(KVM_CODEC_BF16, KVM_CODEC_I2)}; }},
+      {"codecs[0] has demoted_k 10 and demoted_v 0; both must name a codec",
+       [](SpaceSpec* s) {
+         s->policies = {demoting()};
+         s->codecs = {demoted_to(KVM_CODEC_BF16, KVM_CODEC_I2)};
+         s->codecs[0].demoted_v = 0;
+       }},
+      {"codecs[0].demoted_k is 99; it must be the id of a codec",
+       [](SpaceSpec* s) {
+         s->policies = {demoting()};
+         s->codecs = {demoted_to(KVM_CODEC_BF16, 99)};
+       }},
+      {"kv head 0 of layer 0 has KVM_MERGE_DEMOTED and codec int4_channel, whose rows cannot "
+       "change places; codecs with such rows are fp32, fp16, bf16, int8, fp8, int4 and int2",
+       [](SpaceSpec* s) {
+         s->policies = {demoting()};
+         s->codecs = {demoted_to(KVM_CODEC_I4_CHANNEL, KVM_CODEC_I2)};
+       }},
+      {"kv head 0 of layer 0 would demote int4 to int8, which takes more",
+       [](SpaceSpec* s) {
+         s->policies = {demoting()};
+         s->codecs = {demoted_to(KVM_CODEC_I4, KVM_CODEC_I8)};
+       }},
+      {"kv head 0 of layer 0 has KVM_MERGE_DEMOTED, and the space has alibi_slopes",
+       [](SpaceSpec* s) {
+         s->policies = {demoting()};
+         s->codecs = {demoted_to(KVM_CODEC_BF16, KVM_CODEC_I2)};
+         s->alibi_slopes.assign(s->params.n_q_heads, 0.5f);
        }},
       {"policies[0].positions is 2", [](SpaceSpec* s) { s->policies = {in_cache(2)}; }},
       {"IN_CACHE with retention 0",

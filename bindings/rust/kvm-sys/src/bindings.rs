@@ -65,6 +65,7 @@ pub const KVM_RETAIN_PROMPT: u32 = 4;
 pub const KVM_MERGE_NONE: u32 = 0;
 pub const KVM_MERGE_WEIGHTED: u32 = 1;
 pub const KVM_MERGE_COUNTED: u32 = 2;
+pub const KVM_MERGE_DEMOTED: u32 = 3;
 pub const KVM_BUDGETS_EQUAL: u32 = 0;
 pub const KVM_BUDGETS_BY_DENSITY: u32 = 1;
 pub const KVM_POSITIONS_ABSOLUTE: u32 = 0;
@@ -85,6 +86,8 @@ pub const KVM_CODEC_GEAR4_CHANNEL: u32 = 13;
 pub const KVM_CODEC_GEAR4: u32 = 14;
 pub const KVM_CODEC_GEAR2_CHANNEL: u32 = 15;
 pub const KVM_CODEC_GEAR2: u32 = 16;
+pub const KVM_CODEC_I4_BALANCED: u32 = 17;
+pub const KVM_CODEC_I2_BALANCED: u32 = 18;
 pub const KVM_INDEX_NONE: u32 = 0;
 pub const KVM_INDEX_SKETCH: u32 = 1;
 pub const KVM_INDEX_SKETCH_1BIT: u32 = 2;
@@ -361,7 +364,9 @@ pub struct kvm_codec_params {
     pub kv_head_mask: [u64; 2],
     pub codec_k: u32,
     pub codec_v: u32,
-    pub reserved: [u64; 2],
+    pub demoted_k: u32,
+    pub demoted_v: u32,
+    pub reserved: [u64; 1],
 }
 
 impl Default for kvm_codec_params {

@@ -321,6 +321,28 @@ impl Policy {
         self
     }
 
+    /// `MiKV`: the tokens that a [`Policy::heavy`] head does not keep stay in fewer bits
+    /// ([`Codec::demoted`]; kvm.h, `KVM_MERGE_DEMOTED`).
+    ///
+    /// ```
+    /// use kvm::{Codec, CodecId, Heads, Policy, SpaceParams};
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// let policy = Policy::heavy(Heads::all(), 0, 512, 512).demoting();
+    /// let codec = Codec::new(Heads::all()).demoted(CodecId::I2Balanced, CodecId::I2);
+    /// let params = SpaceParams::new("my-model", 2, 4, 64).policy(policy).codec(codec);
+    /// client.register_space(&params)?;
+    /// // It has to be said what to.
+    /// let policy = Policy::heavy(Heads::all(), 0, 512, 512).demoting();
+    /// let wrong = SpaceParams::new("other-model", 2, 4, 64).policy(policy);
+    /// assert!(client.register_space(&wrong).is_err());
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    #[must_use]
+    pub fn demoting(mut self) -> Self {
+        self.raw.merge = sys::KVM_MERGE_DEMOTED;
+        self
+    }
+
     /// D2O: [`Policy::heavy`] heads keep every token until the prompt ends
     /// ([`Item::prompt_end`](crate::Item::prompt_end)); then layers whose attention is spread out
     /// keep more than others (kvm.h, `KVM_BUDGETS_BY_DENSITY`).
@@ -398,6 +420,14 @@ impl Codec {
     #[must_use]
     pub fn values(mut self, codec: CodecId) -> Self {
         self.raw.codec_v = codec.code();
+        self
+    }
+
+    /// How keys and values of tokens are stored that [`Policy::demoting`] heads demote.
+    #[must_use]
+    pub fn demoted(mut self, keys: CodecId, values: CodecId) -> Self {
+        self.raw.demoted_k = keys.code();
+        self.raw.demoted_v = values.code();
         self
     }
 }

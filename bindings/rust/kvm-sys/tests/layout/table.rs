@@ -102,6 +102,8 @@ structures! {
         kv_head_mask,
         codec_k,
         codec_v,
+        demoted_k,
+        demoted_v,
         reserved,
     }
     kvm_index_params {
@@ -552,6 +554,7 @@ constants! {
     KVM_MERGE_NONE,
     KVM_MERGE_WEIGHTED,
     KVM_MERGE_COUNTED,
+    KVM_MERGE_DEMOTED,
     KVM_BUDGETS_EQUAL,
     KVM_BUDGETS_BY_DENSITY,
     KVM_POSITIONS_ABSOLUTE,
@@ -572,6 +575,8 @@ constants! {
     KVM_CODEC_GEAR4,
     KVM_CODEC_GEAR2_CHANNEL,
     KVM_CODEC_GEAR2,
+    KVM_CODEC_I4_BALANCED,
+    KVM_CODEC_I2_BALANCED,
     KVM_INDEX_NONE,
     KVM_INDEX_SKETCH,
     KVM_INDEX_SKETCH_1BIT,
