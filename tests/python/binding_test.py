@@ -728,10 +728,12 @@ class Errors:
                      v=self.normal(3, 2, 16), q=self.normal(1, 4, 16))
 
     def test_types_of_elements(self):
-        for dtype in ("float64", "int32", "complex64", ">f4"):
+        for dtype in ("float64", "int32", "uint8", "complex64"):
             with self.subTest(dtype):
-                self.refused("q", q=self.normal(1, 4, 16).astype(dtype))
-        self.refused("lse must be float32", q=self.normal(1, 4, 16),
+                self.refused(f"q has elements of {dtype}; they must be float32, float16 or",
+                             q=self.normal(1, 4, 16).astype(dtype))
+        self.refused("q", q=self.normal(1, 4, 16).astype(">f4"))
+        self.refused("lse has elements of float16; they must be float32", q=self.normal(1, 4, 16),
                      lse=numpy.empty((1, 4), "float16"))
 
     def test_strides(self):

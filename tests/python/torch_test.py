@@ -143,9 +143,11 @@ class Torch:
 
     def test_tensors_that_are_no_plain_memory(self):
         self.refused(torch.randn(1, 4, 16).to_sparse(), "q is a torch.Tensor", "strided")
-        self.refused(torch.randn(1, 4, 16, dtype=torch.complex64), "the elements of q")
-        self.refused(torch.randn(1, 4, 16, dtype=torch.float64), "the elements of q")
-        self.refused(torch.zeros(1, 4, 16, dtype=torch.int32), "the elements of q")
+        self.refused(torch.randn(1, 4, 16, dtype=torch.complex64),
+                     "q has elements of complex64")
+        self.refused(torch.randn(1, 4, 16, dtype=torch.float64),
+                     "q has elements of float64")
+        self.refused(torch.zeros(1, 4, 16, dtype=torch.int32), "q has elements of int32")
         self.refused(torch.zeros(1, 4, 16).to(torch.float8_e4m3fn), "q")
 
     def test_memory_of_the_client(self):

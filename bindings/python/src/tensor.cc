@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,6 +28,15 @@ uint32_t dtype_of(const nb::dlpack::dtype& type) {
     return type.bits == 32 ? KVM_DTYPE_F32 : type.bits == 16 ? KVM_DTYPE_F16 : 0;
   }
   return type.code == kBfloat && type.bits == 16 ? KVM_DTYPE_BF16 : 0;
+}
+
+// "float64", as NumPy and PyTorch call it.
+std::string dtype_text(const nb::dlpack::dtype& type) {
+  const char* const names[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  if (type.lanes != 1 || type.code >= std::size(names)) {
+    return "a type that has no name here";
+  }
+  return names[type.code] + std::to_string(type.bits);
 }
 
 template <typename Array>
@@ -97,8 +107,8 @@ Tensor read_array(const Client* client, const Array& array, Layout layout, const
   Tensor read;
   read.tensor.dtype = dtype_of(array.dtype());
   if (read.tensor.dtype == 0 || (shape.is_f32 && read.tensor.dtype != KVM_DTYPE_F32)) {
-    refuse(std::string("the elements of ") + shape.name + " must be " +
-           (shape.is_f32 ? "float32" : "float32, float16 or bfloat16"));
+    refuse(std::string(shape.name) + " has elements of " + dtype_text(array.dtype()) +
+           "; they must be " + (shape.is_f32 ? "float32" : "float32, float16 or bfloat16"));
   }
   uint64_t last = 0;  // element
   bool is_empty = false;
