@@ -503,7 +503,7 @@ class Answers:
         self.assertEqual(yi.layers, [kvm.Layer(7, kind=kvm.LayerKind.ALIAS, target=3)])
         kivi = kvm.Preset("kivi").resolve(4)
         self.assertEqual(kivi.codecs, [kvm.Codec(kvm.CodecId.I2_CHANNEL, kvm.CodecId.I2)])
-        for wrong, reason in (("h20", "the nearest is h2o"), ("mikv", "not there yet"),
+        for wrong, reason in (("h20", "the nearest is h2o"), ("snapkv", "not there yet"),
                               ("duo_attention", "kv_head_masks is NULL")):
             with self.assertRaisesRegex(kvm.Error, reason):
                 kvm.Preset(wrong).resolve(4)
