@@ -26,6 +26,32 @@ impl CodecId {
     pub const I8: CodecId = CodecId(sys::KVM_CODEC_I8);
     /// e4m3, 8 bits of floating point, with a scale for each row.
     pub const F8E4M3: CodecId = CodecId(sys::KVM_CODEC_F8E4M3);
+    /// 8 bits, with a scale for each channel of a page: for keys.
+    pub const I8_CHANNEL: CodecId = CodecId(sys::KVM_CODEC_I8_CHANNEL);
+    /// 4 bits, scales and zeros for 64 channels of a row: for values.
+    pub const I4: CodecId = CodecId(sys::KVM_CODEC_I4);
+    /// 4 bits, scales and zeros for each channel of a page: for keys.
+    pub const I4_CHANNEL: CodecId = CodecId(sys::KVM_CODEC_I4_CHANNEL);
+    /// `I4` without the mean of each channel of a page: for keys, too.
+    pub const I4_CENTRED: CodecId = CodecId(sys::KVM_CODEC_I4_CENTRED);
+    /// 2 bits, otherwise as `I4`.
+    pub const I2: CodecId = CodecId(sys::KVM_CODEC_I2);
+    /// 2 bits, otherwise as `I4_CHANNEL`.
+    pub const I2_CHANNEL: CodecId = CodecId(sys::KVM_CODEC_I2_CHANNEL);
+    /// 2 bits, otherwise as `I4_CENTRED`.
+    pub const I2_CENTRED: CodecId = CodecId(sys::KVM_CODEC_I2_CENTRED);
+    /// `I4_CHANNEL`, and what it loses in low rank and outliers.
+    pub const GEAR4_CHANNEL: CodecId = CodecId(sys::KVM_CODEC_GEAR4_CHANNEL);
+    /// `I4` with the same.
+    pub const GEAR4: CodecId = CodecId(sys::KVM_CODEC_GEAR4);
+    /// `I2_CHANNEL` with the same.
+    pub const GEAR2_CHANNEL: CodecId = CodecId(sys::KVM_CODEC_GEAR2_CHANNEL);
+    /// `I2` with the same.
+    pub const GEAR2: CodecId = CodecId(sys::KVM_CODEC_GEAR2);
+    /// `I4` of keys whose channels are divided by what they have of the scores.
+    pub const I4_BALANCED: CodecId = CodecId(sys::KVM_CODEC_I4_BALANCED);
+    /// 2 bits, otherwise as `I4_BALANCED`.
+    pub const I2_BALANCED: CodecId = CodecId(sys::KVM_CODEC_I2_BALANCED);
 
     /// The codec of a name, such as `int8`; `None` where libkvm has none.
     #[must_use]

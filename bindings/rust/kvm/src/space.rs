@@ -328,7 +328,7 @@ impl Policy {
     /// use kvm::{Codec, CodecId, Heads, Policy, SpaceParams};
     /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
     /// let policy = Policy::heavy(Heads::all(), 0, 512, 512).demoting();
-    /// let codec = Codec::new(Heads::all()).demoted(CodecId::I2Balanced, CodecId::I2);
+    /// let codec = Codec::new(Heads::all()).demoted(CodecId::I2_BALANCED, CodecId::I2);
     /// let params = SpaceParams::new("my-model", 2, 4, 64).policy(policy).codec(codec);
     /// client.register_space(&params)?;
     /// // It has to be said what to.
