@@ -281,7 +281,7 @@ TEST(PolicyPreset, NamesAreListed) {
     EXPECT_LT(preset.text.size(), sizeof(kvm_preset{}.text)) << name;
     EXPECT_LE(preset.policies.size(), 32u) << name;
   }
-  EXPECT_EQ(n, 13u);
+  EXPECT_EQ(n, 14u);
   EXPECT_EQ(preset_name(UINT32_MAX), nullptr);
 }
 
