@@ -111,7 +111,9 @@ void find_factors(const float* rows, uint32_t dim, const float* largest_q, uint1
       largest = std::max(largest, std::fabs(rows[t * dim + i]));
     }
     const float weight = most > 0 ? std::max(largest_q[i] / most, kSmallestWeight) : 1.0f;
-    factors[i] = f32_to_bf16(largest > 0 ? std::sqrt(largest / weight) : 1.0f);
+    // No larger than what 2^126 has without queries: what is read is finite.
+    const float factor = std::min(std::sqrt(largest) / std::sqrt(weight), 0x1p63f);
+    factors[i] = f32_to_bf16(largest > 0 ? factor : 1.0f);
   }
 }
 

@@ -13,9 +13,9 @@
 //   scale  the smallest bf16 with which the last code reaches the largest element; 0 where all are
 //          `zero`, else at least 2^-126
 //   q      (x - zero) / scale, rounded to nearest even
-//   factor the bf16 nearest to sqrt(largest |x| of the channel / its weight); 1 of zeros. Weights
-//          are the largest |q| of the queries that are known, as a part of the largest of all
-//          channels, 2^-10 at least; 1 where none are
+//   factor the bf16 nearest to sqrt(largest |x| of the channel / its weight), 2^63 at most; 1 of
+//          zeros. Weights are the largest |q| of the queries that are known, as a part of the
+//          largest of all channels, 2^-10 at least; 1 where none are
 //
 // So an element is off by half a scale at most, and nothing is cut off. q * scale is exact in fp32
 // (4 bits times 8): what is read does not depend on whether the sum is fused.

@@ -406,7 +406,9 @@ template <int kRows, int kBits>
           of_page = _mm256_fmadd_ps(x, load_params(channels + dim + i), of_page);
         } else if (balanced) {
           y = _mm256_mul_ps(x, load_params(channels + i));
-          y = _mm256_max_ps(_mm256_min_ps(y, huge), _mm256_sub_ps(_mm256_setzero_ps(), huge));
+          // The same of each, so that their sum is none either.
+          const __m256 part = _mm256_mul_ps(huge, _mm256_set1_ps(1.0f / kCodeBlock));
+          y = _mm256_max_ps(_mm256_min_ps(y, part), _mm256_sub_ps(_mm256_setzero_ps(), part));
           of_block = _mm256_add_ps(of_block, y);
         } else {
           of_block = _mm256_add_ps(of_block, x);

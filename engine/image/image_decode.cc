@@ -176,7 +176,8 @@ Status ListReader::check_given_up(uint64_t end) const {
 
 Status ListReader::check_demoted(uint64_t end, uint64_t n_kept) const {
   const uint64_t length = list_.length;
-  if (n_kept % kPageTokens != 0 || end > length || end - given_up_begin_ < n_kept ||
+  const bool is_none = end == given_up_begin_;  // and the list may be shorter than that
+  if (n_kept % kPageTokens != 0 || (!is_none && end > length) || end - given_up_begin_ < n_kept ||
       from_.n_dropped() != n_kept) {
     return wrong("kept tokens that take no pages");
   }

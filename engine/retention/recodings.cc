@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/assert.h"
+#include "base/reserve.h"
 #include "codecs/convert.h"
 
 namespace kvm::engine {
@@ -17,28 +18,26 @@ Recodings::~Recodings() {
 Status Recodings::add(const PageEntry& entry) {
   KVM_ASSERT(entry.first == 0 && entry.count == kPageTokens);
   const tiers::PageTable& pages = bank_->pages();
-  pages_.push_back({.block = entry.block,
+  return take_page({.block = entry.block,
                     .from = pages.slab_class(entry.page),
                     .source = pages.data(entry.page)});
-  return take_page();
 }
 
 Status Recodings::add(uint32_t block, std::span<const TokenRef> tokens) {
   KVM_ASSERT(tokens.size() == kPageTokens && to_.n_heads == 1);
-  pages_.push_back(
+  return take_page(
       {.block = block, .from = to_, .tokens = std::vector(tokens.begin(), tokens.end())});
-  return take_page();
 }
 
-// For the last of pages_, which goes where there is none.
-Status Recodings::take_page() {
-  const Result<tiers::PageRef> page = bank_->allocate(to_);
-  if (!page.is_ok()) {
-    pages_.pop_back();
-    return page.status();
+Status Recodings::take_page(Page&& page) {
+  reserve_growing(pages_, pages_.size() + 1);
+  const Result<tiers::PageRef> taken = bank_->allocate(to_);
+  if (!taken.is_ok()) {
+    return taken.status();
   }
-  pages_.back().page = page.value();
-  pages_.back().target = bank_->pages().data(page.value());
+  page.page = taken.value();
+  page.target = bank_->pages().data(page.page);
+  pages_.push_back(std::move(page));
   return Status::ok();
 }
 

@@ -75,7 +75,7 @@ class Recodings {
   };
 
   std::optional<PageBank> bank_;  // as long as there are pages
-  Status take_page();
+  Status take_page(Page&& page);
   bool gather(const Page& page, float* rows) const;
 
   tiers::SlabClass to_;

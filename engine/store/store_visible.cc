@@ -34,7 +34,7 @@ bool misses_visible(const Sequence& seq, uint32_t layer, uint32_t class_index, c
   const Retention& retention = space.head_class(layer, class_index).retention;
   if (const KeptTokens* kept = leading_tokens(seq, layer, class_index); kept != nullptr) {
     // All are there, of what was given up in no order: seen as a whole, or not at all.
-    return first_query < kept->end() && std::min(first_query + 1, end) > kept->runs_end();
+    return first_query < kept->end() && end > kept->runs_end();
   }
   HeadVisibility seen = space.visibility(layer, class_index, first_query);
   if (retention.is_per_head()) {

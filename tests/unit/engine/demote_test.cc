@@ -364,6 +364,27 @@ TEST(Demote, ANeedleSurvivesThatEvictionLoses) {
   }
 }
 
+// Rows at old positions see all that was demoted, or nothing is answered.
+TEST(Demote, RowsAtOldPositionsAreRefused) {
+  PolicyRig rig(
+      make_demoting({.n_sinks = 4, .n_recent = 50, .n_heavy = 64}, KVM_CODEC_I2, KVM_CODEC_I2), key,
+      value, query);
+  rig.step(rig.seq, 500, 1);
+  constexpr uint64_t kEnd = (500 - 50) / kPageTokens * kPageTokens;
+  Buffer q(Dtype::kF32, 1, 10, kQHeads, kDim);
+  Buffer o(Dtype::kF32, 1, 10, kQHeads, kDim);
+  for (const uint64_t position : {uint64_t{10}, uint64_t{60}, uint64_t{64}, kEnd - 1, kEnd}) {
+    StepRequest request;
+    request.space = rig.space;
+    request.attend = true;
+    request.items = {query_item(rig.seq, 10, 0, position)};
+    request.q = q.view();
+    request.o = o.view();
+    const Status status = rig.rig.run(std::move(request)).status;
+    EXPECT_EQ(status.code(), position < kEnd ? KVM_ERR_PARTIAL : KVM_OK) << position;
+  }
+}
+
 // A prompt of many rows at once, on several threads: the same bits.
 TEST(Demote, ThreadsDoNotMatter) {
   std::vector<std::vector<float>> outputs;

@@ -359,6 +359,29 @@ TEST(Image, WhatComesBackIsWhatWas) {
 }
 
 // What a fork has of less than its parent is saved as it is.
+// Sequences that have not given anything up yet, and end within the sinks' pages.
+TEST(Image, ShortSequencesComeBack) {
+  for (const Kind& kind : kinds()) {
+    for (const uint64_t n_tokens : {0, 1, 30, 63, 64, 65}) {
+      SCOPED_TRACE(std::string(kind.name) + ", " + std::to_string(n_tokens));
+      ImageRig rig;
+      Sequence* seq = rig.create(kind.spec, kind.flags);
+      if (n_tokens != 0) {
+        ASSERT_TRUE(append_all(*rig.store, seq, numbered(0, n_tokens)).is_ok());
+      }
+      const Saved saved = rig.save(seq);
+      Status status;
+      Sequence* loaded = rig.load(saved, seq->record->id, &status);
+      ASSERT_NE(loaded, nullptr) << status.message();
+      rig.fetch(loaded);
+      expect_same(rig, seq, loaded);
+      rig.store->free_seq(seq);
+      rig.store->free_seq(loaded);
+      rig.forget(saved);
+    }
+  }
+}
+
 TEST(Image, ForksOfAPartComeBack) {
   for (const Kind& kind : kinds()) {
     SCOPED_TRACE(kind.name);
