@@ -17,8 +17,8 @@ namespace {
 // comes to the same where those that go are dropped.
 constexpr uint64_t kMaxChosenFrom = 16 << 10;
 constexpr uint64_t kMaxMergedFrom = 1 << 10;
-// Of these 64 pages at most are made before the old ones go.
-constexpr uint64_t kMaxDemotedFrom = 4 << 10;
+// Of these 16 pages at most are made before the old ones go.
+constexpr uint64_t kMaxDemotedFrom = 1 << 10;
 // LIMIT: tokens measured at a time: 0.10 ms on a core of Zen 5 (98,304: 0.56 ms).
 constexpr uint64_t kMaxMeasured = 16 << 10;
 

@@ -224,8 +224,9 @@ Status open_demote(StoreMemory* memory, RetentionSlice* slice, const policies::A
   RetentionSlice::Work work;
   work.action = action;
   work.list = layer.first_list + action.class_index;
-  KVM_TRY_ASSIGN(work.recodings, open_recodings(memory, seq, action, RetentionSlice::kSliceBytes,
-                                                &work.action.range.end));
+  constexpr uint64_t kMostBytes = RetentionSlice::kSliceBytes / RetentionSlice::kEncodeWeight;
+  KVM_TRY_ASSIGN(work.recodings,
+                 open_recodings(memory, seq, action, kMostBytes, &work.action.range.end));
   *is_cut = work.action.range.end < action.range.end;
   slice->add_demote(std::move(work), layer.classes[action.class_index].slab_class);
   return Status::ok();

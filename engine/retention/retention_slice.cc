@@ -63,7 +63,8 @@ void RetentionSlice::add_pages(uint32_t index, const Work& work, bool demotes) {
     for (; end < n && n_bytes < kPieceBytes; ++end) {
       n_bytes += work.recodings.read_bytes(end);
     }
-    add_piece({.work = index, .begin = begin, .end = end, .demotes = demotes}, n_bytes);
+    add_piece({.work = index, .begin = begin, .end = end, .demotes = demotes},
+              n_bytes * kEncodeWeight);
     begin = end;
   }
 }

@@ -61,6 +61,8 @@ class RetentionSlice {
   static constexpr uint64_t kSlicePages = 2 << 10;
   static constexpr uint64_t kSliceBytes = 8 << 20;
   static constexpr uint64_t kActionPages = 256;
+  // A byte that is encoded takes as long as so many that are added up or copied, and counts so.
+  static constexpr uint64_t kEncodeWeight = 16;
   static constexpr size_t kMaxGroups = 64;
 
   // A Group is the lists that one decision is about.
