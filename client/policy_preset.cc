@@ -200,6 +200,8 @@ Result<kvm_policy_params> heavy_of(const kvm_preset_params& params, uint64_t n_s
   return policy;
 }
 
+const char* name_of(uint32_t codec) { return codecs::codec_of(static_cast<CodecId>(codec)).name; }
+
 std::string said_halves(const kvm_policy_params& policy, const kvm_preset_params& params) {
   return "the last " + said(policy.n_recent) + " tokens and the " + said(policy.n_heavy) +
          " with most attention, of " + said_tokens(params);
@@ -220,10 +222,9 @@ Status mikv(const System& system, const kvm_preset_params& params, Preset* out) 
   codec.demoted_k = system.codec_k;
   codec.demoted_v = system.codec_v;
   out->codecs.push_back(codec);
-  const auto name = [](uint32_t id) { return codecs::codec_of(static_cast<CodecId>(id)).name; };
   out->text = "Each head keeps " + said_halves(policy, params) +
-              ", in the space's codec; its other keys stay as " + name(codec.demoted_k) +
-              ", its other values as " + name(codec.demoted_v) +
+              ", in the space's codec; its other keys stay as " + name_of(codec.demoted_k) +
+              ", its other values as " + name_of(codec.demoted_v) +
               ".\nLet kvm_observe see the last queries of the prompt: keys are balanced by them.\n";
   return Status::ok();
 }
@@ -252,9 +253,8 @@ Status store_rows(const System& system, const kvm_preset_params&, Preset* out) {
   codec.codec_k = system.codec_k;
   codec.codec_v = system.codec_v;
   out->codecs.push_back(codec);
-  const auto name = [](uint32_t id) { return codecs::codec_of(static_cast<CodecId>(id)).name; };
-  out->text = std::string("Keys are stored as ") + name(codec.codec_k) + ", values as " +
-              name(codec.codec_v) + "; of a page's 64 tokens until it is full, as bf16.\n";
+  out->text = std::string("Keys are stored as ") + name_of(codec.codec_k) + ", values as " +
+              name_of(codec.codec_v) + "; of a page's 64 tokens until it is full, as bf16.\n";
   return Status::ok();
 }
 

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "base/assert.h"
-#include "base/round.h"
 
 namespace kvm::policies {
 namespace {
@@ -175,9 +174,7 @@ class Heavy : public Policy {
       const double own = static_cast<double>(token.mass);
       candidates.push_back({token.position, mass_of(list, token.position, own)});
     }
-    const uint64_t most_kept =
-        list.demotes ? round_up(list.n_heavy, uint64_t{kPageTokens}) : list.n_heavy;
-    const size_t n = std::min<size_t>(most_kept, candidates.size());
+    const size_t n = std::min<size_t>(list.n_heavy, candidates.size());
     std::nth_element(candidates.begin(), candidates.begin() + static_cast<ptrdiff_t>(n),
                      candidates.end(), [](const Candidate& a, const Candidate& b) {
                        return a.mass > b.mass || (a.mass == b.mass && a.position < b.position);

@@ -10,8 +10,7 @@ namespace kvm::policies {
 // For each list, of one head: the candidates are the tokens of the pages that sinks_recent would
 // drop, and those that were kept of such pages before. The n_heavy with the largest mass stay,
 // where mass is the sum of a token's column sums, those that queries of the service left and those
-// of kvm_observe; of equal ones the earlier. Lists that demote keep whole pages of them: n_heavy is
-// rounded up.
+// of kvm_observe; of equal ones the earlier.
 const Policy& heavy();
 
 }  // namespace kvm::policies

@@ -104,7 +104,8 @@ struct ListView {
   uint64_t measured_end = 0;
   // What is given up is compared with what is kept, each with each.
   bool merges = false;
-  // What is given up stays, demoted, in the places of the last pages that are given up.
+  // What is given up stays, demoted, in the places of the last pages that are given up; n_heavy is
+  // whole pages of tokens then.
   bool demotes = false;
   // Lists of one head that choose tokens: those kept of pages that are gone, in position order, and
   // the attention mass that queries of the service gave to these and to the stored tokens from

@@ -113,23 +113,22 @@ Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action
   return Status::ok();
 }
 
+// What of a fold or a keep goes: not the pages in whose places others stand.
+PositionRange dropped_range(const RetentionSlice::Work& work) {
+  const PositionRange range = work.action.range;
+  return {range.begin, range.end - uint64_t{work.recodings.size()} * kPageTokens};
+}
+
 // Allocates what drop_pages needs, while nothing of the work has happened.
 void prepare_drop_pages(StoreMemory* memory, Sequence* seq, const RetentionSlice::Work& work) {
-  PositionRange range = work.action.range;
-  if (work.kept != nullptr) {
-    range.end -= uint64_t{work.recodings.size()} * kPageTokens;
-  }
+  const PositionRange range = dropped_range(work);
   seq->lists[work.list].prepare_drop(static_cast<uint32_t>(range.begin / kPageTokens),
                                      static_cast<uint32_t>(range.end / kPageTokens),
                                      memory->bank(seq->account));
 }
 
-// But for those in whose places others stand.
 void drop_pages(StoreMemory* memory, Sequence* seq, const RetentionSlice::Work& work) {
-  PositionRange range = work.action.range;
-  if (work.kept != nullptr) {
-    range.end -= uint64_t{work.recodings.size()} * kPageTokens;
-  }
+  const PositionRange range = dropped_range(work);
   memory->counts().n_pages_dropped += seq->lists[work.list].drop(
       static_cast<uint32_t>(range.begin / kPageTokens),
       static_cast<uint32_t>(range.end / kPageTokens), memory->bank(seq->account));

@@ -52,8 +52,7 @@ bool Recodings::gather(const Page& page, float* rows) const {
     }
     return codecs::encode_rows(rows, to, dim, largest_q);
   };
-  return encode(&KvRun::k, to_.dim_k, to_.k_plane(page.target), to_.dim_k,
-                largest_q_.empty() ? nullptr : largest_q_.data()) &&
+  return encode(&KvRun::k, to_.dim_k, to_.k_plane(page.target), to_.dim_k, largest_q()) &&
          (to_.v_in_k || encode(&KvRun::v, to_.dim_v, to_.v_plane(page.target), to_.dim_v, nullptr));
 }
 
@@ -70,10 +69,9 @@ bool Recodings::run(uint32_t begin, uint32_t end, Workspace* scratch) {
   }
   for (uint32_t i = begin; i < end; ++i) {
     Page& page = pages_[i];
-    page.is_encoded = page.tokens.empty()
-                          ? encode_page(page.from, page.source, to_, page.target,
-                                        largest_q_.empty() ? nullptr : largest_q_.data(), floats)
-                          : gather(page, floats);
+    page.is_encoded = page.tokens.empty() ? encode_page(page.from, page.source, to_, page.target,
+                                                        largest_q(), floats)
+                                          : gather(page, floats);
   }
   return true;
 }

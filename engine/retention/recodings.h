@@ -74,10 +74,11 @@ class Recodings {
     bool is_encoded = false;
   };
 
-  std::optional<PageBank> bank_;  // as long as there are pages
   Status take_page(Page&& page);
   bool gather(const Page& page, float* rows) const;
+  const float* largest_q() const { return largest_q_.empty() ? nullptr : largest_q_.data(); }
 
+  std::optional<PageBank> bank_;  // as long as there are pages
   tiers::SlabClass to_;
   std::vector<float> largest_q_;
   std::vector<Page> pages_;

@@ -82,7 +82,7 @@ uint64_t show_list(const StoreMemory& memory, const Sequence& seq, uint32_t laye
   const policies::Budget budget = budget_of(seq, layer, class_index);
   view->n_recent = budget.n_recent;
   view->slack = head_class.retention.slack;
-  view->n_heavy = budget.n_heavy;
+  view->n_heavy = head_class.kept_capacity(budget.n_heavy);
   view->awaits_share = awaits_share(seq, head_class.retention);
   view->prompt_end = seq.prompt_end;
   view->merges = head_class.retention.merge != KVM_MERGE_NONE && !head_class.demotes();

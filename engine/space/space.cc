@@ -569,6 +569,16 @@ Status check_seen(const Space& space, const HeadConfigs& configs) {
   return Status::ok();
 }
 
+// V in K is stored as K is.
+Status check_agree(const Space& space, const std::string& where, const std::string& field,
+                   uint32_t k, uint32_t v) {
+  if (space.v_in_k && v != k) {
+    return invalid(where + "." + field + "_v is " + text(v) + " with " + field + "_k " + text(k) +
+                   "; with KVM_SPACE_V_IN_K they must agree");
+  }
+  return Status::ok();
+}
+
 Status apply_codecs(const SpaceSpec& spec, const Space& space, HeadConfigs* configs) {
   for (size_t index = 0; index < spec.codecs.size(); ++index) {
     const kvm_codec_params& params = spec.codecs[index];
@@ -581,10 +591,7 @@ Status apply_codecs(const SpaceSpec& spec, const Space& space, HeadConfigs* conf
                                                  : space_codec;
     KVM_TRY(check_codec(where + ".codec_k", codec_k));
     KVM_TRY(check_codec(where + ".codec_v", codec_v));
-    if (space.v_in_k && codec_v != codec_k) {
-      return invalid(where + ".codec_v is " + text(codec_v) + " with codec_k " + text(codec_k) +
-                     "; with KVM_SPACE_V_IN_K they must agree");
-    }
+    KVM_TRY(check_agree(space, where, "codec", codec_k, codec_v));
     const uint32_t demoted_k = params.demoted_k;
     const uint32_t demoted_v = space.v_in_k && params.demoted_v == 0 ? demoted_k : params.demoted_v;
     if ((demoted_k == 0) != (demoted_v == 0)) {
@@ -594,10 +601,7 @@ Status apply_codecs(const SpaceSpec& spec, const Space& space, HeadConfigs* conf
     if (demoted_k != 0) {
       KVM_TRY(check_codec(where + ".demoted_k", demoted_k));
       KVM_TRY(check_codec(where + ".demoted_v", demoted_v));
-      if (space.v_in_k && demoted_v != demoted_k) {
-        return invalid(where + ".demoted_v is " + text(demoted_v) + " with demoted_k " +
-                       text(demoted_k) + "; with KVM_SPACE_V_IN_K they must agree");
-      }
+      KVM_TRY(check_agree(space, where, "demoted", demoted_k, demoted_v));
     }
     uint32_t end = 0;
     KVM_TRY(resolve_layers(where, params.layer_begin, params.n_layers, true, space.n_layers, &end));
