@@ -24,6 +24,9 @@
 
 namespace kvm::engine {
 
+// What the rows of an item of an attend see, the first of which is at first_query.
+SeenPart seen_part(const StepRequest& request, const kvm_item& item, uint64_t first_query);
+
 class AttendPlanner {
  public:
   // LIMIT: a call of begin() or go_on() looks at about kPlanPages pages, those of each head that is
