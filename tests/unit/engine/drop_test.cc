@@ -553,7 +553,7 @@ class Histories {
 };
 
 TEST(Drop, AnyHistory) {
-  const uint64_t n_seeds = is_nightly() ? 400 : 3;
+  const uint64_t n_seeds = is_nightly() ? 40 : 3;
   for (uint64_t seed = 1; seed <= n_seeds; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Histories(seed).run(120);
