@@ -234,7 +234,7 @@ Status mikv(const System& system, const kvm_preset_params& params, Preset* out) 
 }
 
 // Of what lies before the window, ALISA takes the tokens with the most attention from the last
-// queries; an index takes those that the query itself asks for.
+// queries; an index draws those that the query itself asks for, on a disk as well.
 Status alisa(const System& system, const kvm_preset_params& params, Preset* out) {
   const double share = params.share == 0 ? 0.2 : double{params.share};
   const uint64_t half = part_of(params, share / 2);
@@ -252,12 +252,12 @@ Status alisa(const System& system, const kvm_preset_params& params, Preset* out)
   index.min_tokens =
       static_cast<uint32_t>(std::clamp<uint64_t>(2 * half, kLeastIndexTokens, kMostIndexTokens));
   out->indexes.push_back(index);
-  out->default_mode = KVM_MODE_TOPK;
+  out->default_mode = KVM_MODE_SAMPLED;
   out->default_budget = half;
   out->text =
-      "Nothing is dropped. Attends read the last " + said(half) + " tokens and the " + said(half) +
-      " before them with the largest logits, of " + said_tokens(params) + "; rows are stored as " +
-      name_of(codec.codec_k) +
+      "Nothing is dropped. Attends read the last " + said(half) + " tokens and about " +
+      said(half) + " before them, drawn by their weight, of " + said_tokens(params) +
+      "; rows are stored as " + name_of(codec.codec_k) +
       ".\nWhere room ends, and what has left for the disk is too much: kvm_seq_drop the "
       "oldest tokens, leave them out with KVM_ITEM_EXCLUDE_RANGES, and bring them back with "
       "KVM_ITEM_RESTORE.\n";

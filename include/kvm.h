@@ -766,7 +766,7 @@ typedef struct kvm_space_params {
  *   "mikv"                    the same, but what h2o drops stays in 2 bits, keys balanced
  *                             (2402.18096)
  *   "alisa"                   nothing is dropped, and attends read .2 of n_tokens, half of them the
- *                             recent ones: int8 rows, an index, TOPK as default_mode (2403.17312)
+ *                             recent ones: int8 rows, an index, SAMPLED by default (2403.17312)
  *   "d2o"                     as h2o beside 4 sinks, merged, shared out by density among layers 2
  *                             to n_layers - 2, the others whole (2406.13035)
  *   "kivi", "kivi4"           keys by channel, values by token, in 2 or 4 bits (2402.02750)

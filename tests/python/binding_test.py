@@ -505,7 +505,7 @@ class Answers:
         self.assertEqual(kivi.codecs, [kvm.Codec(kvm.CodecId.I2_CHANNEL, kvm.CodecId.I2)])
         alisa = kvm.Preset("alisa", n_tokens=10000).resolve(4)
         self.assertEqual(alisa.indexes, [kvm.Index(n_recent=1000, min_tokens=2000)])
-        self.assertEqual((alisa.default_mode, alisa.default_budget), (kvm.Mode.TOPK, 1000))
+        self.assertEqual((alisa.default_mode, alisa.default_budget), (kvm.Mode.SAMPLED, 1000))
         for wrong, reason in (("h20", "the nearest is h2o"), ("snapkv", "not there yet"),
                               ("duo_attention", "kv_head_masks is NULL")):
             with self.assertRaisesRegex(kvm.Error, reason):

@@ -66,7 +66,7 @@ TEST(PolicyPreset, AlisaReadsAShareOfWhatItKeeps) {
   EXPECT_EQ(preset.indexes[0].kind, uint32_t{KVM_INDEX_SKETCH});
   EXPECT_EQ(preset.indexes[0].n_recent, 1000u);
   EXPECT_EQ(preset.indexes[0].min_tokens, 2000u);
-  EXPECT_EQ(preset.default_mode, uint32_t{KVM_MODE_TOPK});
+  EXPECT_EQ(preset.default_mode, uint32_t{KVM_MODE_SAMPLED});
   EXPECT_EQ(preset.default_budget, 1000u);
   params.share = 1;
   preset = resolve(params);
