@@ -14,7 +14,7 @@ namespace {
 
 // Tokens that one choice looks at, besides those kept before; more are chosen from in turn, which
 // comes to the same where those that go are dropped.
-constexpr uint64_t kMaxChosenFrom = 16 << 10;
+constexpr uint64_t kMaxChosenFrom = 8 << 10;
 constexpr uint64_t kMaxMergedFrom = 1 << 10;
 // Of these 16 pages at most are made before the old ones go.
 constexpr uint64_t kMaxDemotedFrom = 1 << 10;

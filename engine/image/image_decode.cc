@@ -27,12 +27,9 @@ std::vector<T> values_of(const flatbuffers::Vector<T>* vector) {
   return values;
 }
 
-std::vector<std::byte> bytes_of(const flatbuffers::Vector<uint8_t>* vector) {
-  if (vector == nullptr) {
-    return {};
-  }
-  const auto* data = reinterpret_cast<const std::byte*>(vector->data());
-  return {data, data + vector->size()};
+ZeroedBytes bytes_of(const flatbuffers::Vector<uint8_t>* vector) {
+  return vector == nullptr ? ZeroedBytes()
+                           : ZeroedBytes(std::as_bytes(std::span(vector->data(), vector->size())));
 }
 
 template <size_t kSize>

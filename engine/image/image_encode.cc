@@ -30,8 +30,7 @@ Offset<flatbuffers::Vector<T>> vector_of(FlatBufferBuilder* fbb, const std::vect
   return vector_of(fbb, values.data(), values.size());
 }
 
-Offset<flatbuffers::Vector<uint8_t>> bytes_of(FlatBufferBuilder* fbb,
-                                              const std::vector<std::byte>& bytes) {
+Offset<flatbuffers::Vector<uint8_t>> bytes_of(FlatBufferBuilder* fbb, const ZeroedBytes& bytes) {
   return vector_of(fbb, reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
 }
 

@@ -20,10 +20,10 @@ KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint3
   parts_.lead = leads ? begin : UINT64_MAX;
   parts_.capacity = capacity;
   parts_.tokens.reserve(capacity);
-  parts_.k.resize(row_bytes(slab_class.k(), slab_class.dim_k, capacity));
+  parts_.k = ZeroedBytes(row_bytes(slab_class.k(), slab_class.dim_k, capacity));
   parts_.k_scales.resize(n_params(slab_class.k(), slab_class.dim_k, capacity));
   if (!slab_class.v_in_k) {
-    parts_.v.resize(row_bytes(slab_class.v(), slab_class.dim_v, capacity));
+    parts_.v = ZeroedBytes(row_bytes(slab_class.v(), slab_class.dim_v, capacity));
     parts_.v_scales.resize(n_params(slab_class.v(), slab_class.dim_v, capacity));
   }
   parts_.counts.resize(is_counted ? capacity : 0, 1);
@@ -59,9 +59,8 @@ uint64_t KeptTokens::n_params(const codecs::Codec& codec, uint32_t dim, uint32_t
                                     : capacity / kPageTokens * uint64_t{codec.n_scales(dim)};
 }
 
-KvPlane KeptTokens::plane_of(const std::vector<std::byte>& rows,
-                             const std::vector<uint16_t>& params, const codecs::Codec& codec,
-                             uint32_t dim, uint32_t slot) const {
+KvPlane KeptTokens::plane_of(const ZeroedBytes& rows, const std::vector<uint16_t>& params,
+                             const codecs::Codec& codec, uint32_t dim, uint32_t slot) const {
   const uint64_t page = slot / kPageTokens;
   return {rows.data() + page * codec.head_rows_bytes(dim),
           params.empty() ? nullptr : params.data() + page * codec.n_scales(dim), codec.id};

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/kv_view.h"
+#include "base/zeroed_bytes.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::engine {
@@ -38,8 +39,8 @@ class KeptTokens {
     uint32_t capacity = 0;
     std::vector<Token> tokens;
     // [capacity] rows; the tokens have slots 0 to tokens.size() - 1, in no order.
-    std::vector<std::byte> k;
-    std::vector<std::byte> v;
+    ZeroedBytes k;
+    ZeroedBytes v;
     std::vector<uint16_t> k_scales;  // where rows have some
     std::vector<uint16_t> v_scales;
     // [capacity] where tokens count, else empty: of slots, and the logarithms.
@@ -109,7 +110,7 @@ class KeptTokens {
  private:
   KvRun run(uint32_t slot, uint64_t position, uint32_t n_tokens) const;
   // Of the page that a slot lies in.
-  KvPlane plane_of(const std::vector<std::byte>& rows, const std::vector<uint16_t>& params,
+  KvPlane plane_of(const ZeroedBytes& rows, const std::vector<uint16_t>& params,
                    const codecs::Codec& codec, uint32_t dim, uint32_t slot) const;
   KvPlane k_plane_of(uint32_t slot) const;
   KvPlane v_plane_of(uint32_t slot) const;
