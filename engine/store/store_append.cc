@@ -124,8 +124,9 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
     const std::span<const PageList> lists =
         std::as_const(*items[i].seq).layer_lists(items[i].layer);
     for (uint32_t c = 0; c < lists.size(); ++c) {
-      memory_.counts().n_pages_copied += lists[c].copy_tail(memory_.pages()) ? 1 : 0;
       const HeadClass& head_class = items[i].seq->space().head_class(items[i].layer, c);
+      memory_.counts().n_pages_copied +=
+          lists[c].copy_tail(memory_.pages(), head_class.side) ? 1 : 0;
       const uint64_t begin = lists[c].length();
       for (uint64_t p = begin; p < lists[c].reserved_length();) {
         const PageEntry entry = lists[c].reserved_piece(p);
