@@ -30,7 +30,9 @@ struct Setting {
   uint32_t codec = KVM_CODEC_F32;
   uint32_t n_sinks = 0;
   uint32_t n_recent = 0;  // 0: all stay
+  bool is_mixed = false;  // that is said of kv head 1 alone, with slack
 };
+constexpr uint64_t kSlack = 48;
 
 SpaceSpec pair_spec(const Setting& setting = {}) {
   SpaceSpec spec = make_spec("paired", kLayers, kQHeads, kKvHeads, kDim);
@@ -44,6 +46,10 @@ SpaceSpec pair_spec(const Setting& setting = {}) {
     spec.policies = {{.retention = KVM_RETAIN_SINKS_RECENT,
                       .n_sinks = setting.n_sinks,
                       .n_recent = setting.n_recent}};
+  }
+  if (setting.is_mixed) {
+    spec.policies[0].kv_head_mask[0] = 2;
+    spec.policies[0].slack = kSlack;
   }
   return spec;
 }
@@ -145,8 +151,9 @@ struct Model {
   }
   Answer attend(uint32_t layer, uint64_t p, uint32_t q_head) {
     std::vector<Entry> entries;
+    const bool has_all = setting.n_recent == 0 || (setting.is_mixed && q_head / 2 == 0);
     for (uint64_t x = 0; x <= p && x < size(layer); ++x) {
-      if (setting.n_recent == 0 || x < setting.n_sinks || x + setting.n_recent > p) {
+      if (has_all || x < setting.n_sinks || x + setting.n_recent > p) {
         entries.push_back({at(layer, 0, q_head / 2)[x], at(layer, 1, q_head / 2)[x]});
       }
     }
@@ -635,6 +642,62 @@ TEST(Pair, WorldsAtRandom) {
       world.expect_stored(&twin);
     }
     world.rig.engine->check_accounts();
+  }
+}
+
+// Heads of a pair that keep all beside others with a window: each has pages of its own.
+TEST(Pair, HeadsWithPoliciesOfTheirOwn) {
+  for (uint64_t seed = 0; seed < (is_nightly() ? 20 : 3); ++seed) {
+    std::mt19937_64 random(seed);
+    const auto pick = [&](uint64_t n) { return random() % n; };
+    World world({.n_sinks = 3, .n_recent = 90, .is_mixed = true});
+    std::vector<Twin> twins = {world.create()};
+    for (uint32_t i = 0; i < 25 && !::testing::Test::HasFailure(); ++i) {
+      Twin& twin = twins[pick(twins.size())];
+      const uint64_t length = twin.model.size(0);
+      const uint64_t n_cut = pick(std::min(length, kSlack) + 1);
+      if (pick(4) == 0) {
+        world.cut(&twin, length - n_cut);
+      } else if (pick(4) == 0 && twins.size() < 4) {
+        twins.push_back(world.fork(twin, length - n_cut));
+      } else if (length < 1000) {
+        world.append(&twin, static_cast<uint32_t>(1 + pick(130)), 1);
+      }
+    }
+    EXPECT_GT(world.rig.engine->stats().n_pages_dropped, 0u);
+    world.rig.engine->check_accounts();
+  }
+}
+
+// There is no index, so whoever asks for a part is answered by all, and told so.
+TEST(Pair, ApproximateModesAreAnsweredExactly) {
+  World world;
+  Twin twin = world.create();
+  world.append(&twin, 300);
+  ASSERT_TRUE(world.step(&twin, 2, 1, 1).is_ok());
+  const std::vector<std::byte> exact = world.o.bytes();
+  for (const uint32_t mode : {KVM_MODE_TOPK, KVM_MODE_SAMPLED, KVM_MODE_VERIFIED, KVM_MODE_AUTO}) {
+    Buffer q(Dtype::kF32, 1, 1, kQHeads, kDim);
+    for (uint32_t head = 0; head < kQHeads; ++head) {
+      const Row row = query_of(2, 300, head);
+      for (uint32_t i = 0; i < kDim; ++i) {
+        q.set(0, 0, head, i, static_cast<float>(row[i]));
+      }
+    }
+    Buffer o(Dtype::kF32, 1, 1, kQHeads, kDim);
+    StepRequest request;
+    request.space = world.space;
+    request.layer_begin = 2;
+    request.attend = true;
+    request.mode = mode;
+    request.budget = 32;
+    request.items = {query_item(twin.seq, 1)};
+    request.q = q.view();
+    request.o = o.view();
+    const RequestResult result = world.rig.run(std::move(request));
+    ASSERT_TRUE(result.status.is_ok()) << result.status.message();
+    EXPECT_EQ(result.mode, uint32_t{KVM_MODE_EXACT}) << mode;
+    EXPECT_EQ(o.bytes(), exact) << mode;
   }
 }
 
