@@ -33,7 +33,7 @@ static_assert(kMaxTreeRows <= kMaxQueryRows && kMaxTreeRows <= kMaxTreeWords);
 
 inline constexpr uint32_t kItemFlags = KVM_ITEM_NOT_CAUSAL | KVM_ITEM_TREE |
                                        KVM_ITEM_EXCLUDE_RANGES | KVM_ITEM_LAST_LAYER |
-                                       KVM_ITEM_PROMPT_END;
+                                       KVM_ITEM_PROMPT_END | KVM_ITEM_RESTORE;
 inline constexpr uint32_t kStepFlags = KVM_STEP_F32_VALUES | KVM_STEP_NO_STATISTICS;
 inline constexpr uint32_t kSeqFlags = KVM_SEQ_MANUAL_COMMIT;
 

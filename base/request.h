@@ -93,10 +93,11 @@ enum class SeqVerb : uint32_t {
   kTake = 7,
   kPrefetch = 8,
   kSetPriority = 9,
+  kDrop = 10,
 };
-inline constexpr SeqVerb kLastSeqVerb = SeqVerb::kSetPriority;
+inline constexpr SeqVerb kLastSeqVerb = SeqVerb::kDrop;
 
-// As in kvm_priority_params.
+// As in kvm_priority_params; of kDrop the positions alone.
 struct PriorityRange {
   uint32_t priority = 0;
   uint64_t begin = 0;
@@ -113,7 +114,7 @@ struct SeqRequest {
   // kPublish, with hashes: kvm_prefix_publish's keep_ns.
   uint64_t n_tokens = 0;
   std::vector<kvm_prefix_hash> hashes{};  // kPublish: of a prefix; none: it is not to be found
-  PriorityRange range{};                  // kSetPriority
+  PriorityRange range{};                  // kSetPriority, kDrop
 };
 
 // WIRE. The values stand in ipc/wire.h's SnapshotBlock.

@@ -41,6 +41,9 @@ struct Setting {
   std::vector<kvm_layer_params> layers{};
   std::vector<kvm_policy_params> policies{};
   std::vector<kvm_codec_params> codecs{};
+  std::vector<kvm_index_params> indexes{};
+  uint32_t default_mode = 0;
+  uint64_t default_budget = 0;
   Depth depth{};
 
   bool is_alias(uint32_t layer) const {
@@ -83,12 +86,14 @@ Status fill_from_preset(uint64_t n_tokens, uint64_t mask, Setting* setting) {
   setting->layers.resize(kRoom);
   setting->policies.resize(kRoom);
   setting->codecs.resize(kRoom);
+  setting->indexes.resize(kRoom);
   kvm_preset preset{};
   preset.struct_size = sizeof(preset);
-  preset.n_layer_params = preset.n_policies = preset.n_codecs = kRoom;
+  preset.n_layer_params = preset.n_policies = preset.n_codecs = preset.n_indexes = kRoom;
   preset.layers = setting->layers.data();
   preset.policies = setting->policies.data();
   preset.codecs = setting->codecs.data();
+  preset.indexes = setting->indexes.data();
   const kvm_status status = kvm_policy_preset(&params, &preset);
   if (status != KVM_OK) {
     return Status(status, kvm_last_error());
@@ -96,6 +101,9 @@ Status fill_from_preset(uint64_t n_tokens, uint64_t mask, Setting* setting) {
   setting->layers.resize(preset.n_layer_params);
   setting->policies.resize(preset.n_policies);
   setting->codecs.resize(preset.n_codecs);
+  setting->indexes.resize(preset.n_indexes);
+  setting->default_mode = preset.default_mode;
+  setting->default_budget = preset.default_budget;
   return Status::ok();
 }
 
@@ -132,6 +140,7 @@ std::vector<Setting> settings(uint64_t n_tokens, const std::string& only = {}) {
   add("razor_attention", 4, 0.125 + 0.875 * std::min(1.0, of_razor), 0xfe);
   add("h2o", 4, 0.2);
   add("mikv", 4, 0.2 + 0.8 * bits(2.75, 2.5));
+  add("alisa", 4, bits(8.125, 8.125));
   add("d2o", 8, (3 + 5 * (0.2 + 4 / n)) / 8);
   add("kivi4", 4, bits(4.5, 4.5));
   add("gear4", 4, bits(6, 5.75));
@@ -228,6 +237,9 @@ class Rig {
     spec.layers = setting.layers;
     spec.policies = setting.policies;
     spec.codecs = setting.codecs;
+    spec.indexes = setting.indexes;
+    spec.params.default_mode = setting.default_mode;
+    spec.params.default_budget = setting.default_budget;
     return require(engine_->register_space(spec), "space");
   }
   kvm_seq_id create(kvm_space_id space, uint32_t flags = 0, engine::ClientId client = 0) {

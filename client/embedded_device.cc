@@ -345,6 +345,8 @@ Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
     case SeqVerb::kPrefetch:
     case SeqVerb::kSetPriority:
       return Status(KVM_ERR_UNSUPPORTED, "sequences on a device are in no slower tier");
+    case SeqVerb::kDrop:
+      return Status(KVM_ERR_UNSUPPORTED, "sequences on a device keep what they have");
     case SeqVerb::kCreate:
     case SeqVerb::kFree:
       break;

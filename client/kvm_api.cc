@@ -520,6 +520,12 @@ kvm_status kvm_seq_prefetch(kvm_client* client, kvm_seq_id seq) {
   return seq_call(client, {kvm::SeqVerb::kPrefetch, 0, 0, seq, 0}, nullptr);
 }
 
+kvm_status kvm_seq_drop(kvm_client* client, kvm_seq_id seq, uint64_t begin, uint64_t end) {
+  return seq_call(client,
+                  {.verb = kvm::SeqVerb::kDrop, .seq = seq, .range = {.begin = begin, .end = end}},
+                  nullptr);
+}
+
 kvm_status kvm_seq_set_priority(kvm_client* client, const kvm_priority_params* params) {
   kvm::SeqRequest call;
   const kvm_status status = guarded([&] { return kvm::client::read_priority(params, &call); });

@@ -353,6 +353,13 @@ kvm_status kvm_seq_prefetch_async(kvm_queue* queue, kvm_seq_id seq, uint64_t use
   return stage_seq(queue, {kvm::SeqVerb::kPrefetch, 0, 0, seq, 0}, user_data);
 }
 
+kvm_status kvm_seq_drop_async(kvm_queue* queue, kvm_seq_id seq, uint64_t begin, uint64_t end,
+                              uint64_t user_data) {
+  return stage_seq(queue,
+                   {.verb = kvm::SeqVerb::kDrop, .seq = seq, .range = {.begin = begin, .end = end}},
+                   user_data);
+}
+
 kvm_status kvm_seq_set_priority_async(kvm_queue* queue, const kvm_priority_params* params,
                                       uint64_t user_data) {
   kvm::SeqRequest call;

@@ -18,6 +18,10 @@ namespace kvm::client {
 namespace {
 
 constexpr uint64_t kDefaultTokens = 4096;
+// Bounds of kvm_index_params.
+constexpr uint64_t kMaxIndexRecent = 65536;
+constexpr uint64_t kLeastIndexTokens = 256;
+constexpr uint64_t kMostIndexTokens = 8192;
 
 Status invalid(const std::string& sentence) { return Status(KVM_ERR_INVALID, sentence); }
 
@@ -230,6 +234,37 @@ Status mikv(const System& system, const kvm_preset_params& params, Preset* out) 
   return Status::ok();
 }
 
+// Of what lies before the window, ALISA takes the tokens with the most attention from the last
+// queries; an index draws those that the query itself asks for, on a disk as well.
+Status alisa(const System& system, const kvm_preset_params& params, Preset* out) {
+  const double share = params.share == 0 ? 0.2 : double{params.share};
+  const uint64_t half = part_of(params, share / 2);
+  if (half == 0 || half > kMaxIndexRecent) {
+    return invalid("share " + said(share) + " of " + said_tokens(params) + " is " + said(half) +
+                   " recent tokens; there may be 1 to " + said(kMaxIndexRecent));
+  }
+  kvm_codec_params codec{};
+  codec.codec_k = system.codec_k;
+  codec.codec_v = system.codec_v;
+  out->codecs.push_back(codec);
+  kvm_index_params index{};
+  index.kind = KVM_INDEX_SKETCH;
+  index.n_recent = static_cast<uint32_t>(half);
+  index.min_tokens =
+      static_cast<uint32_t>(std::clamp<uint64_t>(2 * half, kLeastIndexTokens, kMostIndexTokens));
+  out->indexes.push_back(index);
+  out->default_mode = KVM_MODE_SAMPLED;
+  out->default_budget = half;
+  out->text =
+      "Nothing is dropped. Attends read the last " + said(half) + " tokens and about " +
+      said(half) + " before them, drawn by their weight, of " + said_tokens(params) +
+      "; rows are stored as " + name_of(codec.codec_k) +
+      ".\nWhere room ends, and what has left for the disk is too much: kvm_seq_drop the "
+      "oldest tokens, leave them out with KVM_ITEM_EXCLUDE_RANGES, and bring them back with "
+      "KVM_ITEM_RESTORE.\n";
+  return Status::ok();
+}
+
 // The authors leave the first two layers and the last one whole.
 Status d2o(const System&, const kvm_preset_params& params, Preset* out) {
   if (params.n_layers < 4) {
@@ -365,6 +400,7 @@ constexpr System kSystems[] = {
     {"razor_attention", kShare | kSlack | kMasks, razor_attention},
     {"h2o", kShare | kSlack, h2o},
     {"mikv", kShare | kSlack, mikv, KVM_CODEC_I2_BALANCED, KVM_CODEC_I2},
+    {"alisa", kShare, alisa, KVM_CODEC_I8, KVM_CODEC_I8},
     {"d2o", kShare | kSlack, d2o},
     {"kivi", 0, store_rows, KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2},
     {"kivi4", 0, store_rows, KVM_CODEC_I4_CHANNEL, KVM_CODEC_I4},
@@ -383,7 +419,6 @@ struct Missing {
 };
 
 constexpr Missing kMissing[] = {
-    {"alisa", "a choice of tokens at every step; heads choose when pages leave their window"},
     {"snapkv", "a choice by the last queries of a prompt alone; h2o chooses by all of them"},
 };
 
@@ -457,8 +492,8 @@ Status check_room(const char* field, const std::vector<Entry>& entries, const En
     return Status(KVM_ERR_LIMIT, std::string("kvm_preset.") + field + " has room for " +
                                      said(uint64_t{room}) + "; the preset has " +
                                      said(uint64_t{entries.size()}) +
-                                     "; room for n_layers entries in each of layers, policies and "
-                                     "codecs is always enough");
+                                     "; room for n_layers entries in each of layers, policies, "
+                                     "codecs and indexes is always enough");
   }
   if (!entries.empty() && array == nullptr) {
     return invalid(std::string("kvm_preset.") + field + " is NULL, with room for " +
@@ -495,16 +530,28 @@ Status write_preset(const Preset& preset, kvm_preset* out) {
                    "; set it to sizeof, here " + said(uint64_t{sizeof(kvm_preset)}));
   }
   kvm_preset full{};
-  std::memcpy(&full, out, offsetof(kvm_preset, text));
+  std::memcpy(&full, out, std::min<size_t>(out->struct_size, sizeof(full)));
+  if (!preset.indexes.empty() && out->struct_size < sizeof(full)) {
+    return Status(KVM_ERR_UNSUPPORTED, "the preset has an index, which a kvm_preset of " +
+                                           said(uint64_t{out->struct_size}) +
+                                           " bytes has no place for; here it has " +
+                                           said(uint64_t{sizeof(full)}));
+  }
   KVM_TRY(check_room("layers", preset.layers, full.layers, full.n_layer_params));
   KVM_TRY(check_room("policies", preset.policies, full.policies, full.n_policies));
   KVM_TRY(check_room("codecs", preset.codecs, full.codecs, full.n_codecs));
+  KVM_TRY(check_room("indexes", preset.indexes, full.indexes, full.n_indexes));
   std::copy(preset.layers.begin(), preset.layers.end(), full.layers);
   std::copy(preset.policies.begin(), preset.policies.end(), full.policies);
   std::copy(preset.codecs.begin(), preset.codecs.end(), full.codecs);
   full.n_layer_params = static_cast<uint32_t>(preset.layers.size());
   full.n_policies = static_cast<uint32_t>(preset.policies.size());
   full.n_codecs = static_cast<uint32_t>(preset.codecs.size());
+  std::copy(preset.indexes.begin(), preset.indexes.end(), full.indexes);
+  full.n_indexes = static_cast<uint32_t>(preset.indexes.size());
+  full.default_mode = preset.default_mode;
+  full.default_budget = preset.default_budget;
+  std::memset(full.text, 0, sizeof(full.text));
   std::memcpy(full.text, preset.text.data(), std::min(preset.text.size(), sizeof(full.text) - 1));
   ipc::write_struct(out, out->struct_size, full);
   return Status::ok();

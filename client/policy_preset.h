@@ -20,6 +20,9 @@ struct Preset {
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;
   std::vector<kvm_codec_params> codecs;
+  std::vector<kvm_index_params> indexes;
+  uint32_t default_mode = 0;
+  uint64_t default_budget = 0;
   std::string text;
 };
 

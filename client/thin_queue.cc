@@ -461,6 +461,9 @@ Status ThinQueue::stage_step(const StepCall& call, uint64_t user_data) {
   if (any_has(KVM_ITEM_PROMPT_END)) {
     KVM_TRY(connection_->need_minor(7, "KVM_ITEM_PROMPT_END"));
   }
+  if (any_has(KVM_ITEM_RESTORE)) {
+    KVM_TRY(connection_->need_minor(12, "KVM_ITEM_RESTORE"));
+  }
   ipc::StepBlock head{};
   head.verbs = (call.append ? ipc::kStepAppend : 0) | (call.attend ? ipc::kStepAttend : 0);
   head.flags = params.flags;
@@ -521,6 +524,8 @@ Status ThinQueue::stage_seq(const SeqRequest& call, uint64_t user_data) {
     KVM_TRY(connection_->need_minor(8, "kvm_seq_prefetch"));
   } else if (call.verb == SeqVerb::kSetPriority) {
     KVM_TRY(connection_->need_minor(11, "kvm_seq_set_priority"));
+  } else if (call.verb == SeqVerb::kDrop) {
+    KVM_TRY(connection_->need_minor(12, "kvm_seq_drop"));
   }
   if (!call.hashes.empty()) {
     KVM_TRY(connection_->need_minor(9, "kvm_prefix_publish"));

@@ -134,7 +134,7 @@ enum {
   KVM_ERR_TIMEOUT = -5,   /* the time given has passed; the request goes on */
   KVM_ERR_BUSY = -6,      /* the object has users (a space with sequences, say) */
   KVM_ERR_HOLE = -7,      /* append would leave a hole or overwrite: position is not the length */
-  KVM_ERR_PARTIAL = -8,   /* a policy has dropped tokens that this needs */
+  KVM_ERR_PARTIAL = -8,   /* tokens that this needs have been dropped */
   KVM_ERR_STALE = -9,     /* the id was valid once; its object is gone */
   /* Resources. */
   KVM_ERR_NO_MEMORY = -10, /* the machine refused memory */
@@ -764,6 +764,8 @@ typedef struct kvm_space_params {
  *    geometry.policies = preset.policies;  geometry.n_policies = preset.n_policies;
  *    geometry.codecs = preset.codecs;      geometry.n_codecs = preset.n_codecs;
  *
+ * (alisa also fills indexes, default_mode and default_budget, likewise.)
+ *
  * Entries may be changed, and others put behind them, which win. What a system would find out about
  * a model (which heads retrieve, how long its windows are) is the caller's to say; docs/policies
  * has a page for each.
@@ -777,6 +779,8 @@ typedef struct kvm_space_params {
  *   "h2o"                     .2 of n_tokens, half of them heavy, half recent (2306.14048)
  *   "mikv"                    the same, but what h2o drops stays in 2 bits, keys balanced
  *                             (2402.18096)
+ *   "alisa"                   nothing is dropped, and attends read .2 of n_tokens, half of them the
+ *                             recent ones: int8 rows, an index, SAMPLED by default (2403.17312)
  *   "d2o"                     as h2o beside 4 sinks, merged, shared out by density among layers 2
  *                             to n_layers - 2, the others whole (2406.13035)
  *   "kivi", "kivi4"           keys by channel, values by token, in 2 or 4 bits (2402.02750)
@@ -794,11 +798,11 @@ typedef struct kvm_preset_params {
   const char *name;  /* one of those above; required */
   uint32_t n_layers; /* of the space, 1 to 512; required */
   uint32_t speed_up; /* unified_layer_skipping: n_layers / speed_up decode, at least 2; 0: 2 */
-  /* What shares are of: the length of prompts, say. 0: 4096. Only h2o, mikv, d2o, razor_attention,
-   * and streaming_llm with a share look at it. */
+  /* What shares are of: the length of prompts, say. 0: 4096. Only h2o, mikv, alisa, d2o,
+   * razor_attention, and streaming_llm with a share look at it. */
   uint64_t n_tokens;
-  /* Of n_tokens, how much a head keeps beside d2o's sinks: above 0, up to 1. 0: the paper's.
-   * INVALID for systems that keep no share. */
+  /* Of n_tokens, how much a head keeps beside d2o's sinks, or is read of it: above 0, up to 1. 0:
+   * the paper's. INVALID for systems that know no share. */
   float share;
   uint32_t n_pairs;   /* minicache: up to n_layers / 2; 0: n_layers / 4, half of the layers */
   uint64_t window;    /* yi_lightning: tokens; 0: 4096 */
@@ -809,7 +813,8 @@ typedef struct kvm_preset_params {
   uint64_t reserved[4];
 } kvm_preset_params;
 
-/* Room for n_layers entries is enough for each array. */
+/* Room for n_layers entries is enough for each array. A struct_size that ends with text is that of
+ * older headers: presets with an index are UNSUPPORTED there. */
 typedef struct kvm_preset {
   uint32_t struct_size;
   uint32_t n_layer_params; /* in: how many the array has room for; out: how many there are */
@@ -819,6 +824,10 @@ typedef struct kvm_preset {
   kvm_policy_params *policies;
   kvm_codec_params *codecs;
   char text[1024]; /* out: what it resolved to, and what else the engine does; lines, cut to fit */
+  uint32_t n_indexes; /* as n_codecs; alisa has one entry, the others none */
+  uint32_t default_mode; /* out, as the next: of the same name in kvm_space_params */
+  kvm_index_params *indexes;
+  uint64_t default_budget;
 } kvm_preset;
 
 /* Fills *out. Pure computation in the caller's memory.
@@ -930,7 +939,8 @@ KVM_API kvm_status kvm_seq_create(kvm_client *client, kvm_space_id space,
  * not built yet is built once, when either first needs it. The child is the client's, also of a
  * sequence that is published, and pays for no page that it has from its parent.
  * Fails:   INVALID (n_tokens is longer than the longest layer), PARTIAL (a policy of the parent has
- *          dropped tokens that queries at n_tokens would see), NOT_FOUND, STALE, LOST, PERMISSION
+ *          dropped tokens that queries at n_tokens would see; or n_tokens is inside a page that
+ *          kvm_seq_drop has dropped), NOT_FOUND, STALE, LOST, PERMISSION
  *          (a sequence of another client), QUOTA, LIMIT (as kvm_seq_create), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_seq_fork(kvm_client *client, kvm_seq_id parent, uint64_t n_tokens,
@@ -1029,9 +1039,9 @@ KVM_API kvm_status kvm_prefix_hashes(const kvm_prefix_hash *before, const uint32
  * Fails:   as kvm_seq_publish; INVALID (n_hashes is 0 or above 65536, or a layer of the sequence is
  *          shorter than that; keep_ns is above 2^62); UNSUPPORTED (a head keeps tokens by what
  *          queries asked, KVM_RETAIN_HEAVY: what it holds is not a function of the tokens; a kvmd
- *          before protocol 1.9); EXISTS (the last hash is another prefix's, which holds the same,
- *          or is about to); LIMIT (of the pages of a user's prefixes: kvmd's prefix_pages). The
- *          sequence stays the client's then.
+ *          before protocol 1.9); PARTIAL (kvm_seq_drop has dropped some of it); EXISTS (the last
+ *          hash is another prefix's, which holds the same, or is about to); LIMIT (of the pages of
+ *          a user's prefixes: kvmd's prefix_pages). The sequence stays the client's then.
  * Threads: any. */
 KVM_API kvm_status kvm_prefix_publish(kvm_client *client, kvm_seq_id seq,
                                       const kvm_prefix_hash *hashes, uint32_t n_hashes,
@@ -1083,7 +1093,7 @@ typedef struct kvm_seq_info {
   uint64_t n_pages;       /* page references held */
   uint64_t bytes;         /* of these pages and of what heads keep beside them, shared too */
   uint64_t bytes_shared;  /* of them, also held by other sequences */
-  uint64_t n_entries_dropped; /* (layer, head class, token) dropped or folded by policies */
+  uint64_t n_entries_dropped; /* (layer, head class, token) dropped or folded, and not restored */
   uint64_t bytes_observed;    /* kept from kvm_observe, and attention mass (HEAVY) */
   uint64_t n_rows_observed;
   uint64_t bytes_index; /* of indexes, shared ones included */
@@ -1109,6 +1119,24 @@ KVM_API kvm_status kvm_seq_list(kvm_client *client, kvm_space_id space, uint32_t
  * Fails:   UNSUPPORTED (the service has no slower tier, or is older than protocol 1.8), NOT_FOUND,
  *          STALE, LOST, PERMISSION, TIMEOUT. Threads: any. */
 KVM_API kvm_status kvm_seq_prefetch(kvm_client *client, kvm_seq_id seq);
+
+/* Gives up K and V of tokens that the engine can compute again, where it needs the room more: all
+ * layers', in the full pages of 64 tokens that lie within [begin, end) and are final. Their room is
+ * free at once, in memory and in a slower tier, but for pages that forks share; positions, lengths
+ * and indexes stay. Heads that drop tokens by a policy of their own go on by that alone: only
+ * KVM_RETAIN_FULL gives anything up here. end: KVM_POSITION_END is all that is final. What is gone
+ * already does not matter.
+ *
+ * Until they are back (KVM_ITEM_RESTORE), an attend that would see one of them is PARTIAL: leave
+ * them out with KVM_ITEM_EXCLUDE_RANGES, by which indexes leave them out, too. So are kvm_read of
+ * them, kvm_seq_save, kvm_prefix_publish, and a cut inside such a page; forks and whoever takes the
+ * sequence have the same gaps. kvm_seq_info counts them among n_entries_dropped.
+ * Fails:   INVALID (begin is beyond end, or end beyond what is final), UNSUPPORTED (sequences on a
+ *          device; a kvmd before protocol 1.12), NOT_FOUND, STALE, LOST, PERMISSION (also a
+ *          sequence that is published), NO_MEMORY (of the service: a part may have gone; call
+ *          again), TIMEOUT.
+ * Threads: any. */
+KVM_API kvm_status kvm_seq_drop(kvm_client *client, kvm_seq_id seq, uint64_t begin, uint64_t end);
 
 /* How much a part of a sequence is worth in memory. Where memory fills up, what has the lowest
  * priority leaves for the slower tier first, whoever uses it; what has the same leaves as
@@ -1162,10 +1190,10 @@ enum {
  * meanwhile and are not part of it. Answered when no crash of the service or of the machine takes
  * the snapshot any more. That may take longer than a control call waits: a TIMEOUT says no more
  * than that it goes on. kvm_seq_save_async has no such limit.
- * Fails:   UNSUPPORTED (also of a space with KVM_LAYER_PAIR), INVALID (name, flags), EXISTS, QUOTA
- *          (snapshot_bytes), NO_SPACE (the disk tier is full), IO, NOT_FOUND, STALE, LOST,
- *          PERMISSION (of another client), TIMEOUT; a snapshot that had the name is as before.
- * Threads: any. */
+ * Fails:   UNSUPPORTED (also of a space with KVM_LAYER_PAIR), INVALID (name, flags), EXISTS,
+ *          PARTIAL (kvm_seq_drop has dropped some), QUOTA (snapshot_bytes), NO_SPACE (the disk is
+ *          full), IO, NOT_FOUND, STALE, LOST, PERMISSION (of another client), TIMEOUT; a snapshot
+ *          that had the name is as before. Threads: any. */
 KVM_API kvm_status kvm_seq_save(kvm_client *client, kvm_seq_id seq, const char *name,
                                 uint32_t flags);
 
@@ -1236,7 +1264,13 @@ enum {
    * Where nobody does, the prompt ends before the first token that is committed alone. Means
    * nothing without n_append, and where no head waits for it. UNSUPPORTED by a kvmd before
    * protocol 1.7. */
-  KVM_ITEM_PROMPT_END = 1u << 4
+  KVM_ITEM_PROMPT_END = 1u << 4,
+  /* Appends of kvm_append alone: the tokens are those at append_position, where kvm_seq_drop has
+   * dropped them. append_position and n_append are multiples of 64, within what is final. Pages
+   * that are there stay as they are; those that come back are encoded as all others, and so have
+   * the same bits where K and V have. A layer's gaps close one by one, in any order. UNSUPPORTED by
+   * a kvmd before protocol 1.12. */
+  KVM_ITEM_RESTORE = 1u << 5
 };
 
 /* One sequence's share of a request. 64 bytes, no defaults: every field is meant as it stands.
@@ -1250,7 +1284,8 @@ enum {
 typedef struct kvm_item {
   kvm_seq_id seq;
   uint64_t append_position; /* must equal the layer's length (KVM_POSITION_END: whatever it is;
-                             * HOLE where a layer ends before what is final: say the position) */
+                             * HOLE where a layer ends before what is final: say the position), or
+                             * be what RESTORE asks for */
   uint32_t n_append;        /* tokens appended; 0: none */
   uint32_t append_row;      /* first row in k and v */
   uint32_t n_query;         /* query rows; 0: none */
@@ -1469,7 +1504,8 @@ KVM_API kvm_status kvm_append(kvm_queue *queue, const kvm_step_params *params);
  * Fails:   UNSUPPORTED (proposal GRAPH; a TREE in a layer whose window is longer than the n_recent
  *          of a head with sinks, where its rows lie between window and window + n_sinks: there the
  *          head's sinks go out of sight one by one), PARTIAL (a query position so far back that its
- *          head's policy has dropped what it should see), LIMIT (too many query rows, pages or
+ *          head's policy has dropped what it should see; tokens that kvm_seq_drop has dropped, in
+ *          EXACT and all other modes), LIMIT (too many query rows, pages or
  *          ranges at once, or too large a budget), NO_MEMORY, INVALID, NOT_FOUND, STALE, LOST,
  *          PERMISSION, DEADLINE; and as append, BUSY and what follows it.
  * Threads: the queue's owner. */
@@ -1620,6 +1656,8 @@ KVM_API kvm_status kvm_prefix_publish_async(kvm_queue *queue, kvm_seq_id seq,
                                             uint64_t keep_ns, uint64_t user_data);
 KVM_API kvm_status kvm_seq_take_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
 KVM_API kvm_status kvm_seq_prefetch_async(kvm_queue *queue, kvm_seq_id seq, uint64_t user_data);
+KVM_API kvm_status kvm_seq_drop_async(kvm_queue *queue, kvm_seq_id seq, uint64_t begin,
+                                      uint64_t end, uint64_t user_data);
 KVM_API kvm_status kvm_seq_set_priority_async(kvm_queue *queue, const kvm_priority_params *params,
                                               uint64_t user_data);
 KVM_API kvm_status kvm_seq_save_async(kvm_queue *queue, kvm_seq_id seq, const char *name,

@@ -216,9 +216,10 @@ Reject parse_seq(const uint8_t* block, uint32_t length, Request* out) {
   const bool creates = head.verb == static_cast<uint32_t>(SeqVerb::kCreate);
   const uint32_t known_flags = creates ? kSeqFlags : 0;
   KVM_CHECK_OR_REJECT((head.flags & ~known_flags) == 0, kBlockFlags);
-  const bool has_range = (head.priority | head.begin | head.end | head.keep_ns) != 0;
-  KVM_CHECK_OR_REJECT(!has_range || head.verb == static_cast<uint32_t>(SeqVerb::kSetPriority),
-                      kBlockReserved);
+  const bool sets_priority = head.verb == static_cast<uint32_t>(SeqVerb::kSetPriority);
+  const bool has_range = sets_priority || head.verb == static_cast<uint32_t>(SeqVerb::kDrop);
+  KVM_CHECK_OR_REJECT(sets_priority || (head.priority | head.keep_ns) == 0, kBlockReserved);
+  KVM_CHECK_OR_REJECT(has_range || (head.begin | head.end) == 0, kBlockReserved);
   out->message = SeqRequest{.verb = static_cast<SeqVerb>(head.verb),
                             .flags = head.flags,
                             .space = head.space,

@@ -30,8 +30,9 @@ inline constexpr uint32_t kProtocolMajor = 1;
 // 1: ConfigText to QuotaSet; 2: n_not_finite; 3: KVM_STEP_NO_STATISTICS; 4: kPublish, kTake;
 // 5: KVM_ITEM_LAST_LAYER; 6: alibi_slopes, KVM_SPACE_V_IN_K, dims of layers;
 // 7: KVM_ITEM_PROMPT_END, budgets of policies; 8: kvm_amounts.memory_bytes, kPrefetch, kSnapshot,
-// SnapshotList; 9: hashes behind kPublish, PrefixTable; 10: PrefixWeigh; 11: kSetPriority.
-inline constexpr uint32_t kProtocolMinor = 11;
+// SnapshotList; 9: hashes behind kPublish, PrefixTable; 10: PrefixWeigh; 11: kSetPriority;
+// 12: kDrop, KVM_ITEM_RESTORE.
+inline constexpr uint32_t kProtocolMinor = 12;
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.
@@ -172,9 +173,9 @@ struct SeqBlock {
   uint64_t space;     // kCreate
   uint64_t seq;       // the others
   uint64_t n_tokens;  // kCreate: kvm_seq_params.reserve; kPublish with hashes: keep_ns
-  uint64_t begin;     // kSetPriority, as the next; zero else
+  uint64_t begin;     // kSetPriority, kDrop, as the next; zero else
   uint64_t end;
-  uint64_t keep_ns;
+  uint64_t keep_ns;  // kSetPriority, as the next; zero else
   uint32_t priority;
   uint32_t reserved[1];  // zero
 };

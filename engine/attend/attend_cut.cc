@@ -431,14 +431,23 @@ void add_sum_tasks(uint32_t n_threads, AttendPlan* plan) {
       continue;
     }
     const Head& head = plan->heads[part.head];
-    const uint64_t begin = head.problem.column_position / kPageTokens;
-    const uint64_t n_blocks = plan->sums_end(part) / kPageTokens - begin;
-    KVM_ASSERT(n_blocks != 0);
-    const uint64_t n = std::clamp<uint64_t>(head.cost / task_cost, 1, n_blocks);
-    for (uint64_t piece = 0; piece < n; ++piece) {
-      plan->sum_tasks.push_back({.sums = i,
-                                 .begin = (begin + n_blocks * piece / n) * kPageTokens,
-                                 .end = (begin + n_blocks * (piece + 1) / n) * kPageTokens});
+    const uint64_t n_all = div_up(part.n_positions, kPageTokens);
+    for (const PositionRange& stretch : plan->summed(part)) {
+      const uint64_t begin = stretch.begin / kPageTokens;
+      const uint64_t n_blocks = stretch.end / kPageTokens - begin;
+      if (n_blocks == 0) {
+        continue;
+      }
+      const uint64_t n = std::clamp<uint64_t>(
+          static_cast<uint64_t>(static_cast<double>(head.cost) * static_cast<double>(n_blocks) /
+                                static_cast<double>(n_all)) /
+              task_cost,
+          1, n_blocks);
+      for (uint64_t piece = 0; piece < n; ++piece) {
+        plan->sum_tasks.push_back({.sums = i,
+                                   .begin = (begin + n_blocks * piece / n) * kPageTokens,
+                                   .end = (begin + n_blocks * (piece + 1) / n) * kPageTokens});
+      }
     }
   }
 }

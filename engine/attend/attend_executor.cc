@@ -366,8 +366,11 @@ void AttendExecutor::sum_columns(const Unit& unit, const std::byte* prepared,
   }
   const attention::Problem& problem = problem_of(head);
   std::fill_n(problem.column_sums, part.n_positions, 0.0f);
-  if (head.plan.n_chunks != 0) {
-    attention::eval_column_sums(problem, head.plan, prepared, 0, plan_->sums_end(part), scratch);
+  for (const PositionRange& stretch : plan_->summed(part)) {
+    if (head.plan.n_chunks != 0 && stretch.begin < stretch.end) {
+      attention::eval_column_sums(problem, head.plan, prepared, stretch.begin, stretch.end,
+                                  scratch);
+    }
   }
 }
 

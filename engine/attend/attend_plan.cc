@@ -112,8 +112,13 @@ bool AttendPlan::sees_away(const attention::Plan& cut, uint32_t away) const {
                              has_any(gap_at + cut.gap_chunks, end + cut.gap_chunks));
 }
 
-uint64_t AttendPlan::sums_end(const Sums& part) const {
-  return round_up(heads[part.head].problem.column_position + part.n_positions, kPageTokens);
+std::array<PositionRange, 2> AttendPlan::summed(const Sums& part) const {
+  const uint64_t first = heads[part.head].problem.column_position;
+  const uint64_t begin = first - first % kPageTokens;
+  const uint64_t end = round_up(first + part.n_positions, kPageTokens);
+  const PositionRange unwanted{std::clamp(part.unwanted.begin, begin, end),
+                               std::clamp(part.unwanted.end, begin, end)};
+  return {PositionRange{begin, unwanted.begin}, PositionRange{unwanted.end, end}};
 }
 
 // --- Checks -------------------------------------------------------------------------------------
@@ -265,16 +270,17 @@ bool AttendPlan::covers_all_sums() const {
     if (!part.is_later) {
       continue;
     }
-    const uint64_t first = heads[part.head].problem.column_position;
-    uint64_t at = first - first % kPageTokens;
-    for (; task != sum_tasks.end() && task->sums == i; ++task) {
-      if (task->begin != at || task->begin >= task->end) {
+    for (const PositionRange& stretch : summed(part)) {
+      uint64_t at = stretch.begin;
+      for (; at < stretch.end && task != sum_tasks.end() && task->sums == i; ++task) {
+        if (task->begin != at || task->begin >= task->end) {
+          return false;
+        }
+        at = task->end;
+      }
+      if (at != stretch.end) {
         return false;
       }
-      at = task->end;
-    }
-    if (at != sums_end(part)) {
-      return false;
     }
   }
   return task == sum_tasks.end();

@@ -34,6 +34,7 @@
 #ifndef KVM_ENGINE_ATTEND_ATTEND_PLAN_H_
 #define KVM_ENGINE_ATTEND_ATTEND_PLAN_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -156,9 +157,10 @@ struct AttendPlan {
     bool is_later = false;
     uint32_t n_units = 0;  // of the head
     uint64_t n_positions = 0;
-    MemoryAt sums_at;       // [n_positions] floats
-    MemoryAt lse_at;        // [rows] floats, where nobody else wants them
-    CounterAt n_evaluated;  // units
+    PositionRange unwanted;  // whole pages whose mass nobody asks for; nothing is written of them
+    MemoryAt sums_at;        // [n_positions] floats
+    MemoryAt lse_at;         // [rows] floats, where nobody else wants them
+    CounterAt n_evaluated;   // units
   };
 
   struct Unit {
@@ -232,8 +234,9 @@ struct AttendPlan {
   uint32_t state_slot(const Head& head, uint32_t chunk) const {
     return head.state_slots.is_empty() ? chunk : head.state_slots.in(state_slots)[chunk];
   }
-  // Where the last page of a head's sums ends, in positions.
-  uint64_t sums_end(const Sums& part) const;
+  // The positions that are summed up for a head, in whole pages: before what is unwanted, and
+  // behind it.
+  std::array<PositionRange, 2> summed(const Sums& part) const;
   // Whether pages of an Away, or of none, lie in chunks that a plan has.
   bool sees_away(const attention::Plan& cut, uint32_t away) const;
   uint32_t n_prepare_tasks() const { return static_cast<uint32_t>(prepare.size() + approx.size()); }

@@ -24,6 +24,9 @@
 
 namespace kvm::engine {
 
+// What the rows of an item of an attend see, the first of which is at first_query.
+SeenPart seen_part(const StepRequest& request, const kvm_item& item, uint64_t first_query);
+
 class AttendPlanner {
  public:
   // LIMIT: a call of begin() or go_on() looks at about kPlanPages pages, those of each head that is
@@ -105,6 +108,7 @@ class AttendPlanner {
   attention::Problem problem_of(const View& view);
   uint32_t add_heads(uint32_t view, uint32_t first_head, uint64_t* n_left);
   uint32_t first_row(const View& view) const;
+  PositionRange unwanted_masses(const View& view) const;
   void add_exact(const attention::Problem& problem, uint32_t view, uint32_t q_head);
   void count_exact(const View& view, uint32_t group);
   AttendPlan::ApproxHead approx_head(const attention::Problem& problem, uint32_t view,

@@ -230,6 +230,13 @@ bool AttendPlanner::add_parts(const attention::Problem& problem, uint32_t view_i
   return true;
 }
 
+// Tokens that were demoted stay so, whatever their mass.
+PositionRange AttendPlanner::unwanted_masses(const View& view) const {
+  const uint32_t list = space_->storage(request_->layer_begin).first_list + view.class_index;
+  const KeptTokens* kept = seqs_[view.item]->kept_of(list);
+  return kept == nullptr ? PositionRange() : kept->unkept_places();
+}
+
 void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_index,
                               uint32_t q_head) {
   const View& view = views_[view_index];
@@ -254,7 +261,8 @@ void AttendPlanner::add_exact(const attention::Problem& problem, uint32_t view_i
                            .class_index = view.class_index,
                            .is_packed = is_packed(view),
                            .is_later = head.cost >= kMinSumsCost,
-                           .n_positions = last.position + last.n_tokens - problem.column_position});
+                           .n_positions = last.position + last.n_tokens - problem.column_position,
+                           .unwanted = unwanted_masses(view)});
   }
   plan_->heads.push_back(head);
   plan_->cost += head.cost;

@@ -108,6 +108,14 @@ Status check_ranges(const Space& space, uint32_t layer, uint32_t index, const kv
 
 }  // namespace
 
+SeenPart seen_part(const StepRequest& request, const kvm_item& item, uint64_t first_query) {
+  const bool is_causal = (item.flags & KVM_ITEM_NOT_CAUSAL) == 0;
+  return {.first_query = first_query,
+          .end = is_causal ? first_query + item.n_query : KVM_POSITION_END,
+          .ranges = std::span(request.ranges).subspan(item.range_begin, item.n_ranges),
+          .excludes = item.n_ranges == 0 || (item.flags & KVM_ITEM_EXCLUDE_RANGES) != 0};
+}
+
 Status AttendPlanner::plan_items(const Store& store, uint64_t* n_left) {
   for (; next_item_ < request_->items.size() && *n_left != 0; ++next_item_) {
     if (request_->items[next_item_].n_query != 0) {
@@ -139,7 +147,7 @@ Status AttendPlanner::add_item(const Store& store, uint32_t index, const Sequenc
     }
     view.position = length - item.n_query;
   }
-  KVM_TRY(store.check_visible(seq, layer, view.position));
+  KVM_TRY(store.check_visible(seq, layer, seen_part(*request_, item, view.position)));
   KVM_TRY(check_ranges(*space_, layer, index, item));
   plan_->n_rows += item.n_query;
   add_ranges(item, &view);

@@ -85,7 +85,7 @@ const MeanEntry* mean_of(const Sequence& seq, size_t list) {
 }
 
 const KeptTokens* kept_of(const Sequence& seq, size_t list) {
-  const KeptTokens* kept = seq.kept.empty() ? nullptr : seq.kept[list].get();
+  const KeptTokens* kept = seq.kept_of(list);
   return kept != nullptr && seq.lists[list].n_dropped() != 0 ? kept : nullptr;
 }
 

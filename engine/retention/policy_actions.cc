@@ -233,7 +233,7 @@ Result<Masses*> own_masses(StoreMemory* memory, Sequence* seq, uint32_t list, ui
   }
   MassesRef& ref = seq->masses[list];
   if (!StoreMemory::is_own(seq->account, ref.data) || ref.limit != UINT64_MAX) {
-    const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+    const KeptTokens* kept = seq->kept_of(list);
     Masses own;
     own.begin = begin;
     if (ref.data != nullptr) {
@@ -489,7 +489,7 @@ void add_list_masses(StoreMemory* memory, Sequence* seq, uint32_t layer, uint32_
   const Layer& own_layer = seq->space().storage(layer);
   const HeadClass& head_class = own_layer.classes[class_index];
   const uint32_t list = own_layer.first_list + class_index;
-  const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+  const KeptTokens* kept = seq->kept_of(list);
   const uint64_t begin = kept == nullptr ? first_given_up(head_class) : kept->end();
   const Result<Masses*> owned = own_masses(memory, seq, list, begin);
   if (!owned.is_ok()) {

@@ -42,7 +42,7 @@ std::vector<policies::StoredRange> stored_ranges(const PageList& list,
 // to the view.
 std::vector<policies::KeptToken> kept_tokens(const Sequence& seq, uint32_t list,
                                              policies::ListView* view) {
-  const KeptTokens* kept = seq.kept.empty() ? nullptr : seq.kept[list].get();
+  const KeptTokens* kept = seq.kept_of(list);
   std::vector<policies::KeptToken> tokens(kept == nullptr ? 0 : kept->tokens().size());
   for (size_t i = 0; i < tokens.size(); ++i) {
     tokens[i].position = kept->tokens()[i].position;

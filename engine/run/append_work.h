@@ -24,7 +24,8 @@ inline AppendItem append_item_of(Sequence* seq, const StepRequest& step, const k
           item.append_position,
           item.n_append,
           is_last && (item.flags & KVM_ITEM_LAST_LAYER) != 0,
-          (item.flags & KVM_ITEM_PROMPT_END) != 0};
+          (item.flags & KVM_ITEM_PROMPT_END) != 0,
+          (item.flags & KVM_ITEM_RESTORE) != 0};
 }
 
 // Threads: copy() on any thread, each task once; the rest on the driver.

@@ -107,8 +107,9 @@ bool may_succeed(const Store& store, Sequence* seq, const StepRequest& step, con
   const bool is_last = item.query_position == KVM_POSITION_END;
   return (!is_last || length >= item.n_query) &&
          store
-             .check_visible(seq, step.layer_begin,
-                            is_last ? length - item.n_query : item.query_position)
+             .check_visible(
+                 seq, step.layer_begin,
+                 seen_part(step, item, is_last ? length - item.n_query : item.query_position))
              .is_ok();
 }
 
@@ -1638,6 +1639,7 @@ Status EngineImpl::begin_snapshot(Request* request, const SnapshotRequest& what)
   const Sequence* seq = nullptr;
   if (what.verb == SnapshotVerb::kSave) {
     KVM_TRY_ASSIGN(seq, store_->find_seq(request->client, what.seq, Access::kUse));
+    KVM_TRY(Store::check_complete(seq, KVM_POSITION_END));
   }
   return snapshots_->begin(request, seq, quotas().uid(request->client));
 }
@@ -1679,6 +1681,8 @@ Result<bool> EngineImpl::run_part(Sequence* seq, ClientId client, const SeqReque
   switch (what.verb) {
     case SeqVerb::kTruncate:
       return store_->truncate_part(seq, what.n_tokens, kFreePages);
+    case SeqVerb::kDrop:
+      return store_->drop_part(seq, what.range.begin, what.range.end, kFreePages);
     case SeqVerb::kPublish: {
       Undo forgetting([&] { prefixes_.forget_part(seq->id, kListPages); });  // none is listed yet
       KVM_TRY_ASSIGN(const bool is_published, store_->publish_part(seq, kFreePages));
@@ -1700,6 +1704,7 @@ Status EngineImpl::begin_prefix(const Sequence& seq, ClientId client, const SeqR
   std::transform(what.hashes.begin(), what.hashes.end(), hashes.begin(),
                  [&](const kvm_prefix_hash& hash) { return hash_in_space(hash, seq.record->id); });
   KVM_TRY(prefixes_.check(seq, uid, hashes));
+  KVM_TRY(Store::check_complete(&seq, hashes.size() * kPageTokens));
   prefixes_.begin(seq.id, uid, std::move(hashes), what.n_tokens);
   return Status::ok();
 }

@@ -29,6 +29,9 @@ Result<TailFetch::Next> TailFetch::begin(StoreMemory* memory, std::span<const Ap
   std::vector<tiers::PageRef> away;
   bool is_claimed = false;
   for (const AppendItem& item : items) {
+    if (item.restores) {
+      continue;  // which leaves tails as they are
+    }
     for (const PageList& list : std::as_const(*item.seq).layer_lists(item.layer)) {
       const tiers::PageRef page = list.tail().page;
       if (page == tiers::kNoPage || pages.is_in_memory(page)) {

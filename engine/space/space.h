@@ -221,6 +221,12 @@ struct Space {
     KVM_ASSERT(class_index < storage(layer).classes.size());
     return storage(layer).classes[class_index];
   }
+  // Returns the list that says how far those of a class have been settled (Sequence::settled_ends):
+  // of a pair the deeper layer's. REQUIRES: the layer is OWN.
+  uint32_t settling_list(uint32_t layer, uint32_t class_index) const {
+    const bool is_shallow = head_class(layer, class_index).side == codecs::PairSide::kShallow;
+    return layers[is_shallow ? layers[layer].partner : layer].first_list + class_index;
+  }
   // Returns which side of pairs' pages a list of a sequence reads.
   codecs::PairSide list_side(size_t list) const {
     return list_sides.empty() ? codecs::PairSide::kNone : list_sides[list];

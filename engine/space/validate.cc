@@ -246,6 +246,10 @@ Status check_item(const StepRequest& request, size_t index) {
   if (!request.attend) {
     return Status::ok();
   }
+  if (item.n_append != 0 && (item.flags & KVM_ITEM_RESTORE) != 0) {
+    return refuse(Refusal::kItemFlags, "item {} restores tokens (KVM_ITEM_RESTORE); append them",
+                  index);
+  }
   if (item.n_query > kMaxQueryRows) {
     return refuse(Refusal::kItemRows, "item {} has {} query rows; at most {} are allowed", index,
                   item.n_query, kMaxQueryRows);

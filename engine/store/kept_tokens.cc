@@ -36,6 +36,12 @@ KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, Parts&& parts)
   parts_.tokens.reserve(parts_.capacity);
 }
 
+PositionRange KeptTokens::unkept_places() const {
+  const uint64_t end = parts_.end;
+  return leads() ? PositionRange{parts_.lead + round_up(parts_.tokens.size(), kPageTokens), end}
+                 : PositionRange{end, end};
+}
+
 uint64_t KeptTokens::size_bytes() const {
   return parts_.capacity * sizeof(Token) + parts_.k.size() + parts_.v.size() +
          (parts_.k_scales.size() + parts_.v_scales.size()) * sizeof(uint16_t) +

@@ -59,6 +59,8 @@ class KeptTokens {
   bool leads() const { return parts_.lead != UINT64_MAX; }
   // Pages from here on lie behind what collect() appends.
   uint64_t runs_end() const { return leads() ? parts_.lead : parts_.end; }
+  // Where the tokens lie that are in the pages of these places, and not kept: whole pages, or none.
+  PositionRange unkept_places() const;
   uint64_t size_bytes() const;
 
   // Tokens that come, and where the rows of those go that are not here yet.

@@ -21,7 +21,7 @@ using tiers::SlabClass;
 
 PageList::~PageList() {
   KVM_ASSERT(root_ == nullptr && tail_.page == kNoPage && pending_tail_ == kNoPage &&
-             pending_.empty());
+             pending_.empty() && restored_.empty());
 }
 
 void PageList::swap(PageList& other) noexcept {
@@ -34,6 +34,8 @@ void PageList::swap(PageList& other) noexcept {
   std::swap(pending_tail_, other.pending_tail_);
   std::swap(pending_, other.pending_);
   std::swap(spare_, other.spare_);
+  std::swap(restored_, other.restored_);
+  std::swap(restored_root_, other.restored_root_);
 }
 
 void PageList::release_segment(Segment* segment, const PageBank& bank) {
@@ -44,6 +46,16 @@ void PageList::release_segment(Segment* segment, const PageBank& bank) {
     bank.release(entry.page);
   }
   delete segment;
+}
+
+void PageList::release_root(Root* root, const PageBank& bank) {
+  if (root == nullptr || --root->n_refs > 0) {
+    return;
+  }
+  for (Segment* segment : root->segments) {
+    release_segment(segment, bank);
+  }
+  delete root;
 }
 
 Root* PageList::own_root() {
@@ -257,13 +269,7 @@ void PageList::truncate(uint64_t n_tokens, const PageBank& bank) {
 
 void PageList::clear(const PageBank& bank) {
   rollback(bank);
-  if (root_ != nullptr && --root_->n_refs == 0) {
-    for (Segment* segment : root_->segments) {
-      release_segment(segment, bank);
-    }
-    delete root_;
-  }
-  root_ = nullptr;
+  release_root(std::exchange(root_, nullptr), bank);
   if (tail_.page != kNoPage) {
     bank.release(tail_.page);
   }
@@ -420,6 +426,10 @@ PageEntry PageList::reserved_piece(uint64_t position) const {
 }
 
 void PageList::publish(const PageBank& bank) {
+  if (!restored_.empty()) {
+    publish_restored(bank);
+    return;
+  }
   const PageEntry tail = extended_tail();
   if (pending_tail_ != kNoPage && tail_.page != kNoPage) {
     bank.release(tail_.page);
@@ -452,6 +462,16 @@ void PageList::publish(const PageBank& bank) {
 }
 
 void PageList::rollback(const PageBank& bank) {
+  if (restored_root_ != nullptr) {
+    release_root(std::exchange(restored_root_, nullptr), bank);
+  } else {
+    for (const PageEntry& entry : restored_) {
+      if (entry.page != kNoPage) {
+        bank.release(entry.page);
+      }
+    }
+  }
+  restored_.clear();
   if (reserved_in_tail() != 0 && pending_tail_ == kNoPage) {
     bank.seal(tail_.page);
   }
@@ -466,6 +486,117 @@ void PageList::rollback(const PageBank& bank) {
   spare_.clear();
   n_reserved_ = 0;
   KVM_CHECK_INVARIANT(is_end_valid());
+}
+
+template <typename Visitor>
+void PageList::for_each_missing(uint32_t block_begin, uint32_t block_end, Visitor visit) const {
+  uint32_t next = block_begin;
+  const auto pass = [&](uint32_t block) {
+    for (; next < block; ++next) {
+      visit(next);
+    }
+    next = std::max(next, block + 1);
+  };
+  for_each_between(block_begin, block_end, [&](const PageEntry& entry) { pass(entry.block); });
+  pass(block_end);
+}
+
+uint64_t PageList::pages_to_restore(uint32_t block_begin, uint32_t block_end) const {
+  KVM_ASSERT(uint64_t{block_end} * kPageTokens <= length_);
+  uint64_t n_pages = 0;
+  if (n_dropped_ != 0) {
+    for_each_missing(block_begin, block_end, [&](uint32_t) { ++n_pages; });
+  }
+  return n_pages;
+}
+
+Status PageList::reserve_dropped(uint32_t block_begin, uint32_t block_end,
+                                 const SlabClass& slab_class, const PageBank& bank) {
+  KVM_ASSERT(n_reserved_ == 0 && restored_.empty());
+  try {
+    restored_.reserve(pages_to_restore(block_begin, block_end));
+    if (restored_.capacity() == 0) {
+      return Status::ok();
+    }
+    for_each_missing(block_begin, block_end, [&](uint32_t block) {
+      restored_.push_back({.block = block, .count = static_cast<uint16_t>(kPageTokens)});
+    });
+    for (PageEntry& entry : restored_) {
+      Result<PageRef> page = bank.allocate(slab_class);
+      if (!page.is_ok()) {
+        rollback(bank);
+        return page.status();
+      }
+      entry.page = page.value();
+    }
+    if (!restored_.empty()) {
+      restored_root_ = make_restored_root(bank);
+    }
+  } catch (const std::bad_alloc&) {
+    rollback(bank);
+    return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a list of pages");
+  }
+  return Status::ok();
+}
+
+Root* PageList::make_restored_root(const PageBank& bank) const {
+  static const std::vector<Segment*> none;
+  const std::vector<Segment*>& old = root_ == nullptr ? none : root_->segments;
+  const auto has_room = [&](size_t i) { return old[i]->entries.size() < kSegmentEntries; };
+  // Made anew are the segments that the pages come between, and a neighbour with room on each side:
+  // so they do not become many that hold little.
+  size_t first = find_segment(restored_.front().block);
+  first -= first > 0 && has_room(first - 1) ? 1 : 0;
+  size_t last = find_segment(restored_.back().block);
+  last += last < old.size() &&
+                  (old[last]->entries.front().block < restored_.back().block || has_room(last))
+              ? 1
+              : 0;
+  std::vector<PageEntry> entries;
+  for (size_t i = first; i < last; ++i) {
+    entries.insert(entries.end(), old[i]->entries.begin(), old[i]->entries.end());
+  }
+  const std::vector<PageEntry> stored = entries;
+  entries.insert(entries.end(), restored_.begin(), restored_.end());
+  std::ranges::inplace_merge(entries, entries.begin() + static_cast<ptrdiff_t>(stored.size()), {},
+                             &PageEntry::block);
+  const size_t n_made = div_up(entries.size(), kSegmentEntries);
+  std::vector<std::unique_ptr<Segment>> made;
+  for (size_t i = 0; i < n_made; ++i) {
+    const auto begin = entries.begin() + static_cast<ptrdiff_t>(entries.size() * i / n_made);
+    const auto end = entries.begin() + static_cast<ptrdiff_t>(entries.size() * (i + 1) / n_made);
+    made.push_back(std::make_unique<Segment>());
+    made.back()->entries.assign(begin, end);
+  }
+  auto root = std::make_unique<Root>();
+  root->segments.reserve(std::max(old.capacity(), old.size() - (last - first) + n_made));
+  // Nothing throws from here on.
+  for (const PageEntry& entry : stored) {
+    bank.add_ref(entry.page);
+  }
+  for (size_t i = 0; i < old.size() || i == first; ++i) {
+    if (i == first) {
+      for (std::unique_ptr<Segment>& segment : made) {
+        root->segments.push_back(segment.release());
+      }
+    }
+    if (i < old.size() && (i < first || i >= last)) {
+      root->segments.push_back(old[i]);
+      ++old[i]->n_refs;
+    }
+  }
+  return root.release();
+}
+
+void PageList::publish_restored(const PageBank& bank) {
+  for (const PageEntry& entry : restored_) {
+    bank.seal(entry.page);
+  }
+  n_dropped_ -= restored_.size() * kPageTokens;
+  dropped_end_ = n_dropped_ == 0 ? 0 : dropped_end_;
+  restored_.clear();
+  release_root(std::exchange(root_, std::exchange(restored_root_, nullptr)), bank);
+  KVM_CHECK_INVARIANT(is_valid());
 }
 
 void PageList::prepare_drop(uint32_t block_begin, uint32_t block_end, const PageBank& bank) {

@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -206,6 +207,18 @@ class PageList {
   // Books that were copied for publishing, because forks share them, stay copies.
   void rollback(const PageBank& bank);
 
+  // --- Storing again what was dropped. REQUIRES: nothing reserved. -------------------------------
+
+  // Pages that reserve_dropped would allocate: one for each block of [begin, end) without any.
+  // REQUIRES here and below: end * kPageTokens <= length().
+  uint64_t pages_to_restore(uint32_t block_begin, uint32_t block_end) const;
+  // Takes them, all for full pages; the caller fills them. publish() or rollback() ends it, and
+  // until then nothing else is done. Fails: NO_SPACE, NO_MEMORY; nothing has changed.
+  // ENSURES: publishing them needs no memory.
+  Status reserve_dropped(uint32_t block_begin, uint32_t block_end,
+                         const tiers::SlabClass& slab_class, const PageBank& bank);
+  std::span<const PageEntry> restored() const { return restored_; }
+
   // --- What policies do. Tokens may be reserved: publishing one layer of a sequence moves the
   // commit point while others are still to be published. ------------------------------------------
 
@@ -275,6 +288,22 @@ class PageList {
     }
   }
 
+  // Calls visit(begin, end) for every stretch of dropped tokens, in position order. O(pages).
+  template <typename Visitor>
+  void for_each_gap(Visitor visit) const {
+    uint64_t position = 0;
+    const auto pass = [&](uint64_t begin, uint64_t end) {
+      if (begin > position) {
+        visit(position, begin);
+      }
+      position = end;
+    };
+    if (n_dropped_ != 0) {
+      for_each([&](const PageEntry& entry, bool) { pass(entry.position(), entry.end()); });
+      pass(length_, length_);
+    }
+  }
+
   // Says whether entries, counts and lengths fit each other. O(pages).
   bool is_valid() const;
 
@@ -306,12 +335,20 @@ class PageList {
   // The stored entry of a block, from the segments or the tail; page == kNoPage: dropped.
   PageEntry find_entry(uint32_t block) const;
   uint64_t count_stored() const;
+  // The blocks of [begin, end) that have no page, as entries without one.
+  template <typename Visitor>
+  void for_each_missing(uint32_t block_begin, uint32_t block_end, Visitor visit) const;
+  // A root of this list's pages and of restored_, sorted in; few segments are not full. Throws
+  // std::bad_alloc: nothing has changed.
+  Root* make_restored_root(const PageBank& bank) const;
+  void publish_restored(const PageBank& bank);
   // The part of is_valid() that does not grow with the list: tail, reservation and lengths.
   bool is_end_valid() const;
   // Releases segments from the end on until n_keep are left or n_pages went, the tail before them.
   // REQUIRES: the root is this list's own. The length is that of what is left.
   uint64_t pop_segments(size_t n_keep, uint64_t n_pages, const PageBank& bank);
   static void release_segment(Segment* segment, const PageBank& bank);
+  static void release_root(Root* root, const PageBank& bank);  // null: nothing
 
   Root* root_ = nullptr;
   PageEntry tail_;
@@ -322,6 +359,9 @@ class PageList {
   tiers::PageRef pending_tail_ = tiers::kNoPage;  // replaces the tail's page at publish
   std::vector<tiers::PageRef> pending_;
   std::vector<std::unique_ptr<Segment>> spare_;  // for what is reserved
+  // Pages of dropped blocks that are reserved, and the root that has them: it replaces root_.
+  std::vector<PageEntry> restored_;
+  Root* restored_root_ = nullptr;
 };
 
 // Encodes a full page anew, for another slab class. largest_q: as codecs::encode_page has it of K,

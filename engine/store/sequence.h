@@ -95,6 +95,8 @@ struct Sequence {
   Residence residence;             // of engines with a slow tier
 
   const Space& space() const { return *record->space; }
+  // What a list has kept of pages that it gave up; null: nothing.
+  const KeptTokens* kept_of(size_t list) const { return kept.empty() ? nullptr : kept[list].get(); }
   // The lists of an OWN layer.
   std::span<PageList> layer_lists(uint32_t layer) {
     const Layer& own = space().layers[layer];

@@ -397,6 +397,45 @@ Result<bool> Store::truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max
   return is_last;
 }
 
+Result<bool> Store::drop_part(Sequence* seq, uint64_t begin, uint64_t end, uint64_t max_pages) {
+  if (end == KVM_POSITION_END) {
+    end = seq->n_committed;
+  }
+  if (begin > end || end > seq->n_committed) {
+    return Status(KVM_ERR_INVALID,
+                  fmt::format("[{}, {}) are to be dropped; what is final ends at {}", begin, end,
+                              seq->n_committed));
+  }
+  // Of a list such blocks are looked at together. Those that went before take no time.
+  constexpr uint64_t kStepBlocks = 4096;
+  const Space& space = seq->space();
+  const PageBank bank = memory_.bank(seq->account);
+  const uint64_t block_begin = div_up(begin, kPageTokens);
+  uint64_t n_pages = 0;
+  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
+    const Layer& own = space.layers[layer];
+    for (uint32_t i = 0; own.kind == KVM_LAYER_OWN && i < own.classes.size(); ++i) {
+      if (own.classes[i].retention.kind != KVM_RETAIN_FULL) {
+        continue;
+      }
+      PageList& list = seq->lists[own.first_list + i];
+      const uint64_t block_end = std::min(end, list.length()) / kPageTokens;
+      for (uint64_t at = block_begin; at < block_end; at += kStepBlocks) {
+        n_pages += list.drop(static_cast<uint32_t>(at),
+                             static_cast<uint32_t>(std::min(at + kStepBlocks, block_end)), bank);
+        if (n_pages >= max_pages) {
+          memory_.counts().n_pages_dropped += n_pages;
+          memory_.trim_after_free();
+          return false;
+        }
+      }
+    }
+  }
+  memory_.counts().n_pages_dropped += n_pages;
+  memory_.trim_after_free();
+  return true;
+}
+
 Status Store::commit_seq(Sequence* seq, uint64_t n_tokens) {
   if (n_tokens == KVM_POSITION_END) {
     n_tokens = shortest_layer(seq);

@@ -115,13 +115,21 @@ class Store final {
   Result<kvm_seq_id> fork_seq(Sequence* parent, uint64_t n_tokens, ClientId client = 0);
   // The same checks without forking.
   Status check_fork(const Sequence* parent, uint64_t n_tokens, ClientId client = 0) const;
-  // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens.
+  // PARTIAL where queries at n_tokens and later would miss tokens below n_tokens, which policies
+  // have dropped, and where n_tokens lies inside a page that drop_part() has.
   static Status check_cut(const Sequence* seq, uint64_t n_tokens);
+  // PARTIAL where tokens below n_tokens are missing that drop_part() has dropped.
+  static Status check_complete(const Sequence* seq, uint64_t n_tokens);
   Status truncate_seq(Sequence* seq, uint64_t n_tokens);  // PARTIAL
   // The same in parts of about max_pages pages, for there may be millions: true when it is done.
   // Until then the sequence ends somewhere between: call again with the same n_tokens, which cannot
   // fail then, before anything else is done with it.
   Result<bool> truncate_part(Sequence* seq, uint64_t n_tokens, uint64_t max_pages);
+  // As kvm_seq_drop, of whole pages in [begin, end): heads that keep every token give K and V of
+  // them up, and the rest of what is known of them stays. In parts of about max_pages pages: true
+  // when it is done; until then call again, with or without other calls between. Fails: INVALID
+  // (end is beyond what is committed). Throws std::bad_alloc: a part may have gone.
+  Result<bool> drop_part(Sequence* seq, uint64_t begin, uint64_t end, uint64_t max_pages);
   Status commit_seq(Sequence* seq, uint64_t n_tokens);  // INVALID
   // The pointer and the id are dead afterwards.
   void free_seq(Sequence* seq);
@@ -183,15 +191,17 @@ class Store final {
   // sequence are copied here (their valid tokens only). Every reservation must be closed by publish
   // or rollback, per (sequence, layer), in any order.
   // REQUIRES: no (sequence, storage layer) occurs twice or has an open reservation.
-  // Fails: INVALID (layer beyond the space, ALIAS, ABSENT, n_tokens = 0, position overflow),
-  //        HOLE (position is not the layer's length), QUOTA, NO_SPACE, NO_MEMORY.
+  // Fails: INVALID (layer beyond the space, ALIAS, ABSENT, n_tokens = 0, position overflow; what is
+  //        to be restored is not whole pages, or not committed), HOLE (position is not the layer's
+  //        length), QUOTA, NO_SPACE, NO_MEMORY.
   Status reserve_append(std::span<const AppendItem> items, std::vector<AppendPiece>* pieces);
   // Bytes of the pages that this would take.
   uint64_t bytes_to_reserve(std::span<const AppendItem> items) const;
   // The same checks of one item without reserving: INVALID and HOLE.
   Status check_append(const AppendItem& item) const;
   // Makes the tokens reserved for an item part of its sequence. Unless that commits by hand, the
-  // commit point moves to the shortest layer's length. Runs collected before are invalid.
+  // commit point moves to the shortest layer's length; what is restored is encoded anew with the
+  // next policies' turn. Runs collected before are invalid.
   void publish(const AppendItem& item);
   void rollback(Sequence* seq, uint32_t layer);
 
@@ -216,9 +226,10 @@ class Store final {
   void pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index, uint64_t read_epoch,
                  PagePins* pins);
   void unpin_pages(PagePins* pins);
-  // PARTIAL when a query at first_query_position or later, of any head of the layer, would see a
-  // token that was dropped. Fails also: INVALID (layer beyond the space, or ABSENT).
-  Status check_visible(const Sequence* seq, uint32_t layer, uint64_t first_query_position) const;
+  // PARTIAL when a query of any head of the layer would see a token that was dropped: by a policy,
+  // at first_query or later, or by drop_part(), in what is seen. Fails also: INVALID (layer beyond
+  // the space, or ABSENT).
+  Status check_visible(const Sequence* seq, uint32_t layer, const SeenPart& seen) const;
   // For kvm_read: INVALID (layer, or range beyond the published length), PARTIAL (a head has
   // dropped one of the tokens [position, position + n_tokens), and not kept it otherwise).
   Status check_read(const Sequence* seq, uint32_t layer, uint64_t position,
@@ -262,6 +273,7 @@ class Store final {
   Amounts library_limits() const;
   Result<bool> give_part(Sequence* seq, Account* taker, uint64_t max_pages);
   Status check_limits(Account* account, std::string_view what) const;
+  void publish_restored(const AppendItem& item);
   // Throws std::bad_alloc: nothing has changed, and `seq` is the caller's.
   kvm_seq_id add_seq(std::unique_ptr<Sequence>&& seq);
   void remove_seq(Sequence* seq);

@@ -12,15 +12,26 @@
 namespace kvm::engine {
 namespace {
 
+uint32_t block_begin(const AppendItem& item) {
+  return static_cast<uint32_t>(item.position / kPageTokens);
+}
+uint32_t block_end(const AppendItem& item) {
+  return static_cast<uint32_t>((item.position + item.n_tokens) / kPageTokens);
+}
+
 KvBytes bytes_of(const tiers::PageTable& pages, const AppendItem& item) {
   KvBytes bytes;
   const std::span<const PageList> lists = std::as_const(*item.seq).layer_lists(item.layer);
   for (uint32_t i = 0; i < lists.size(); ++i) {
-    const tiers::SlabClass slab_class =
-        item.seq->space().head_class(item.layer, i).slab_class.tail();
-    bytes += KvBytes::of(
-        lists[i].pages_to_reserve(item.n_tokens, slab_class, pages) * slab_class.page_bytes(),
-        slab_class.stays());
+    const HeadClass& head_class = item.seq->space().head_class(item.layer, i);
+    const tiers::SlabClass slab_class = head_class.slab_class.tail();
+    uint64_t n_pages = 0;
+    if (!item.restores) {
+      n_pages = lists[i].pages_to_reserve(item.n_tokens, slab_class, pages);
+    } else if (head_class.retention.kind == KVM_RETAIN_FULL) {
+      n_pages = lists[i].pages_to_restore(block_begin(item), block_end(item));
+    }
+    bytes += KvBytes::of(n_pages * slab_class.page_bytes(), slab_class.stays());
   }
   return bytes;
 }
@@ -57,15 +68,53 @@ Status reserve_item(StoreMemory* memory, const AppendItem& item) {
                                                item.seq->id, item.layer));
   }
   for (uint32_t i = 0; i < lists.size(); ++i) {
-    const Status status = lists[i].reserve(
-        item.n_tokens, item.seq->space().head_class(item.layer, i).slab_class.tail(),
-        memory->bank(item.seq->account));
+    const HeadClass& head_class = item.seq->space().head_class(item.layer, i);
+    const tiers::SlabClass slab_class = head_class.slab_class.tail();
+    const PageBank bank = memory->bank(item.seq->account);
+    Status status;
+    if (!item.restores) {
+      status = lists[i].reserve(item.n_tokens, slab_class, bank);
+    } else if (head_class.retention.kind == KVM_RETAIN_FULL) {
+      status = lists[i].reserve_dropped(block_begin(item), block_end(item), slab_class, bank);
+    }
     if (!status.is_ok()) {
       rollback_lists(memory, item.seq, item.layer);
       return status;
     }
   }
   return Status::ok();
+}
+
+Status check_restored(const AppendItem& item, uint64_t present) {
+  if (item.position % kPageTokens != 0 || item.n_tokens % kPageTokens != 0 || item.n_tokens == 0) {
+    return {KVM_ERR_INVALID,
+            fmt::format("KVM_ITEM_RESTORE with append_position {} and n_append {}; both must be "
+                        "multiples of {}, and n_append not 0",
+                        item.position, item.n_tokens, kPageTokens)};
+  }
+  const uint64_t end = std::min(present, item.seq->n_committed);
+  if (item.position > end || item.n_tokens > end - item.position) {
+    return {KVM_ERR_INVALID,
+            fmt::format("KVM_ITEM_RESTORE of [{}, {}); layer {} of sequence {:#x} has {} that are "
+                        "final",
+                        item.position, item.position + item.n_tokens, item.layer, item.seq->id,
+                        counted(end, "token"))};
+  }
+  return Status::ok();
+}
+
+// Where the rows of restored tokens go.
+void add_restored(const tiers::PageTable& pages, const PageList& list, const AppendItem& item,
+                  AppendPiece piece, std::vector<AppendPiece>* pieces) {
+  for (const PageEntry& entry : list.restored()) {
+    const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
+    const std::byte* data = pages.data(entry.page);
+    piece.token = static_cast<uint32_t>(entry.position() - item.position);
+    piece.n_tokens = entry.count;
+    piece.k = slab_class.k_plane(data);
+    piece.v = slab_class.v_plane(data);
+    pieces->push_back(piece);
+  }
 }
 
 }  // namespace
@@ -86,6 +135,9 @@ Status Store::check_append(const AppendItem& item) const {
                               item.seq->space().layers[item.layer].storage_layer));
   }
   const uint64_t present = layer_length(item.seq, item.layer);
+  if (item.restores) {
+    return check_restored(item, present);
+  }
   if (item.position != KVM_POSITION_END && item.position != present) {
     return Status(KVM_ERR_HOLE,
                   fmt::format("append_position is {}; layer {} of sequence {:#x} has {}",
@@ -127,6 +179,11 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
       const HeadClass& head_class = items[i].seq->space().head_class(items[i].layer, c);
       memory_.counts().n_pages_copied +=
           lists[c].copy_tail(memory_.pages(), head_class.side) ? 1 : 0;
+      if (items[i].restores) {
+        add_restored(memory_.pages(), lists[c], items[i],
+                     {.item = i, .class_index = c, .cls = &head_class}, pieces);
+        continue;
+      }
       const uint64_t begin = lists[c].length();
       for (uint64_t p = begin; p < lists[c].reserved_length();) {
         const PageEntry entry = lists[c].reserved_piece(p);
@@ -147,7 +204,32 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
   return Status::ok();
 }
 
+void Store::publish_restored(const AppendItem& item) {
+  Sequence* const seq = item.seq;
+  const std::span<PageList> lists = seq->layer_lists(item.layer);
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    const uint64_t n_pages = lists[i].restored().size();
+    if (n_pages == 0) {
+      continue;
+    }
+    const HeadClass& head_class = seq->space().head_class(item.layer, i);
+    memory_.counts().bytes_appended += n_pages * head_class.slab_class.tail().page_bytes();
+    lists[i].publish(memory_.bank(seq->account));
+    if (head_class.settles()) {
+      uint64_t& settled_end = seq->settled_ends[seq->space().settling_list(item.layer, i)];
+      settled_end = std::min(settled_end, item.position);
+      note(seq, policies::Event::kCommitted);
+      std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
+    }
+  }
+  memory_.trim_in_passing();
+}
+
 void Store::publish(const AppendItem& item) {
+  if (item.restores) {
+    publish_restored(item);
+    return;
+  }
   Sequence* const seq = item.seq;
   const uint32_t layer = item.layer;
   const std::span<PageList> lists = seq->layer_lists(layer);

@@ -49,7 +49,7 @@ void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_ind
   const uint32_t list = seq->space().storage(layer).first_list + class_index;
   const MeanEntry* mean = seq->mean_entries.empty() ? nullptr : seq->mean_entries[list].get();
   mean = mean == nullptr || mean->n_tokens == 0 ? nullptr : mean;
-  const KeptTokens* kept = seq->kept.empty() ? nullptr : seq->kept[list].get();
+  const KeptTokens* kept = seq->kept_of(list);
   lists[class_index].for_each([&](const PageEntry& entry, bool) {
     if (mean != nullptr && entry.position() >= mean->end) {
       runs->push_back(mean->run());

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "base/kv_view.h"
@@ -31,7 +32,8 @@ struct StoreOptions {
   tiers::SlowTier* slow_tier = nullptr;  // outlives the store; null: there is none
 };
 
-// An AppendItem asks for room: for n_tokens >= 1 at the end of one layer of one sequence.
+// An AppendItem asks for room: for n_tokens >= 1 at the end of one layer of one sequence, or for
+// whole pages of those that drop_part() has dropped.
 struct AppendItem {
   Sequence* seq = nullptr;
   uint32_t layer = 0;
@@ -39,6 +41,8 @@ struct AppendItem {
   uint32_t n_tokens = 0;
   bool is_last_layer = false;  // KVM_ITEM_LAST_LAYER
   bool ends_prompt = false;    // KVM_ITEM_PROMPT_END
+  bool restores = false;       // KVM_ITEM_RESTORE: `position` is a multiple of kPageTokens, and so
+                               // is n_tokens
 };
 
 // An AppendPiece says where some tokens of an item go, for the heads of one class: to consecutive
@@ -53,6 +57,14 @@ struct AppendPiece {
   KvPlane v;
   uint32_t slot = 0;  // of the first token
   const HeadClass* cls = nullptr;
+};
+
+// A SeenPart is what rows of an item see at most, from their policies and windows apart.
+struct SeenPart {
+  uint64_t first_query = 0;
+  uint64_t end = KVM_POSITION_END;    // rows see positions before it
+  std::span<const kvm_range> ranges;  // sorted, disjoint
+  bool excludes = true;               // the ranges are left out; else only they are seen
 };
 
 // An ObserveInput is kvm_observe's data, already in this process and in fp32.

@@ -149,6 +149,18 @@ class World {
     step.k = step.v = view(&many_);
     return step;
   }
+  static SeqRequest drop(kvm_seq_id seq, uint64_t begin, uint64_t end) {
+    SeqRequest request = verb(SeqVerb::kDrop, seq);
+    request.range = {.begin = begin, .end = end};
+    return request;
+  }
+  // As append_many, of tokens that were dropped.
+  StepRequest restore(kvm_seq_id seq, uint64_t position, uint32_t n_tokens) {
+    StepRequest step = append_many(seq, n_tokens);
+    step.items[0].append_position = position;
+    step.items[0].flags = KVM_ITEM_RESTORE;
+    return step;
+  }
   // What the last request made; nothing: no sequence.
   kvm_seq_id last_seq() const { return results_[n_submitted_ - 1].seq; }
   static SeqRequest verb(SeqVerb which, kvm_seq_id seq, uint64_t n_tokens = 0) {
@@ -297,6 +309,47 @@ void expect_intact(World* world, kvm_seq_id seq, float expected) {
 }
 
 bool is_answer(kvm_status status) { return status == KVM_OK || status == KVM_ERR_NO_MEMORY; }
+
+// Forks share segments and pages: what is dropped and restored is copied first.
+TEST(EngineFaults, DroppedTokensComeBackOrStayAway) {
+  constexpr uint32_t kTokens = 16384;
+  kvm_seq_id seq = 0;
+  kvm_seq_id parent = 0;
+  float expected = 0;
+  refuse_each(
+      [&] {
+        auto world = std::make_unique<World>();
+        parent = world->create(kTokens);
+        world->submit(world->attend(parent));
+        world->drive();
+        expected = world->output();
+        world->submit(World::verb(SeqVerb::kFork, parent, KVM_POSITION_END));
+        world->drive();
+        seq = world->last_seq();
+        return world;
+      },
+      [&](World* world) {
+        world->submit(World::drop(seq, 640, 9600));
+        world->drive();
+        world->submit(world->restore(seq, 1280, 1280));
+        world->drive();
+        world->submit(world->restore(seq, 640, 8960));
+        world->drive();
+      },
+      [&](World* world) {
+        ASSERT_EQ(world->n_left(), 0u);
+        for (size_t i = 0; i < 3; ++i) {
+          EXPECT_TRUE(is_answer(world->status(i))) << i << ": " << world->status(i);
+        }
+        world->check_accounts();
+        world->submit(world->restore(seq, 640, 8960));
+        world->submit(world->attend(seq));
+        world->drive();
+        EXPECT_EQ(world->status(1), KVM_OK);
+        EXPECT_EQ(world->status(0), KVM_OK);
+        expect_intact(world, parent, expected);
+      });
+}
 
 // The first attend is a job, so that the others wait for their turns.
 TEST(EngineFaults, RequestsBehindOthersAreAnswered) {

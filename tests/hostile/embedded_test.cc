@@ -95,7 +95,9 @@ TEST(HostileEmbedded, EngineRefusesTheRest) {
       engine->submit(client, {}, std::move(step), count);
       reached.insert(refusal);
     }
-    engine->submit(client, {}, SeqRequest{.verb = static_cast<SeqVerb>(10)}, count);
+    engine->submit(
+        client, {},
+        SeqRequest{.verb = static_cast<SeqVerb>(static_cast<uint32_t>(kLastSeqVerb) + 1)}, count);
     engine->submit(client, {},
                    SeqRequest{.verb = SeqVerb::kCreate, .flags = 1u << 9, .space = space}, count);
     engine->submit(client, {},

@@ -173,6 +173,75 @@ TEST_F(AbiAsync, PublishAndTake) {
   EXPECT_EQ(kvm_seq_free(client_, seq), KVM_OK);
 }
 
+// What is dropped is missed until the engine appends it again, and is what it was then.
+TEST_F(AbiAsync, TokensAreDroppedAndRestored) {
+  constexpr uint32_t kTokens = 320;
+  const size_t row = size_t{geometry_.n_kv_heads} * geometry_.dim;
+  const kvm_seq_id seq = make_seq();
+  const auto k = random_floats(&random_, kTokens * row);
+  const auto v = random_floats(&random_, kTokens * row);
+  const auto write = [&](uint64_t position, uint32_t first, uint32_t n, uint32_t flags) {
+    kvm_item item{};
+    item.seq = seq;
+    item.append_position = position;
+    item.n_append = n;
+    item.append_row = first;
+    item.flags = flags;
+    kvm_step_params params = step_params(&item, 1);
+    params.k = tensor_of(k);
+    params.v = tensor_of(v);
+    return kvm_append(queue_, &params);
+  };
+  const auto q = random_floats(&random_, size_t{geometry_.n_q_heads} * geometry_.dim);
+  std::vector<float> o(q.size());
+  const auto attend = [&](std::vector<kvm_range> hidden) {
+    kvm_item item{};
+    item.seq = seq;
+    item.n_query = 1;
+    item.query_position = KVM_POSITION_END;
+    item.flags = KVM_ITEM_EXCLUDE_RANGES;
+    item.n_ranges = static_cast<uint32_t>(hidden.size());
+    kvm_step_params params = step_params(&item, 1);
+    params.ranges = hidden.data();
+    params.n_ranges = item.n_ranges;
+    params.q = tensor_of(q);
+    params.o = tensor_of(o);
+    return kvm_attend(queue_, &params, nullptr);
+  };
+  ASSERT_EQ(write(KVM_POSITION_END, 0, kTokens, 0), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(attend({}), KVM_OK) << kvm_last_error();
+  const std::vector<float> whole = o;
+  ASSERT_EQ(kvm_seq_drop(client_, seq, 64, 192), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(attend({}), KVM_ERR_PARTIAL);
+  EXPECT_STREQ(kvm_last_error(),
+               "a query at position 319 of layer 0 sees tokens [64, 192), which kvm_seq_drop has "
+               "dropped: restore them (KVM_ITEM_RESTORE), or leave them out "
+               "(KVM_ITEM_EXCLUDE_RANGES)");
+  EXPECT_EQ(attend({{64, 192}}), KVM_OK) << kvm_last_error();
+  EXPECT_NE(o, whole);
+  EXPECT_EQ(kvm_seq_drop(client_, seq, 0, kTokens + 1), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_seq_drop(client_, seq + 1000, 0, 64), KVM_ERR_NOT_FOUND);
+  ASSERT_EQ(kvm_seq_drop_async(queue_, seq, 192, KVM_POSITION_END, 1), KVM_OK);
+  ASSERT_EQ(kvm_seq_drop_async(queue_, seq, 5, 4, 2), KVM_OK);
+  auto taken = take_all(queue_);
+  EXPECT_EQ(taken[1].completion.status, KVM_OK);
+  EXPECT_EQ(taken[2].completion.status, KVM_ERR_INVALID);
+  EXPECT_EQ(write(100, 100, 64, KVM_ITEM_RESTORE), KVM_ERR_INVALID);
+  ASSERT_EQ(write(256, 256, 64, KVM_ITEM_RESTORE), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(write(64, 64, 192, KVM_ITEM_RESTORE), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(attend({}), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(o, whole);
+  // Whose prompt others find, or fork, has no gaps that they do not know of.
+  ASSERT_EQ(kvm_seq_drop(client_, seq, 0, 64), KVM_OK);
+  kvm_prefix_hash hash{};
+  hash.bytes[0] = 1;
+  EXPECT_EQ(kvm_prefix_publish(client_, seq, &hash, 1, 0), KVM_ERR_PARTIAL) << kvm_last_error();
+  ASSERT_EQ(write(0, 0, 64, KVM_ITEM_RESTORE), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(kvm_seq_publish(client_, seq), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_seq_drop(client_, seq, 0, 64), KVM_ERR_PERMISSION);
+  EXPECT_EQ(kvm_seq_free(client_, seq), KVM_OK);
+}
+
 // Neither an engine in this process nor a kvmd without a disk keeps anything.
 TEST_F(AbiAsync, WithoutADiskNothingIsSavedOrPrefetched) {
   const kvm_seq_id seq = make_seq();

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -212,12 +213,14 @@ TEST_F(AbiPolicy, PresetsRegister) {
     std::vector<kvm_layer_params> layers(16);
     std::vector<kvm_policy_params> policies(16);
     std::vector<kvm_codec_params> codecs(16);
+    std::vector<kvm_index_params> indexes(16);
     kvm_preset preset{};
     preset.struct_size = sizeof(preset);
-    preset.n_layer_params = preset.n_policies = preset.n_codecs = 16;
+    preset.n_layer_params = preset.n_policies = preset.n_codecs = preset.n_indexes = 16;
     preset.layers = layers.data();
     preset.policies = policies.data();
     preset.codecs = codecs.data();
+    preset.indexes = indexes.data();
     ASSERT_EQ(kvm_policy_preset(&system, &preset), KVM_OK) << kvm_last_error();
     EXPECT_GT(std::string(preset.text).size(), 0u);
     params_.name = name.c_str();
@@ -227,6 +230,10 @@ TEST_F(AbiPolicy, PresetsRegister) {
     params_.n_policies = preset.n_policies;
     params_.codecs = preset.codecs;
     params_.n_codecs = preset.n_codecs;
+    params_.indexes = preset.indexes;
+    params_.n_indexes = preset.n_indexes;
+    params_.default_mode = preset.default_mode;
+    params_.default_budget = preset.default_budget;
     kvm_space_id space = 0;
     EXPECT_EQ(kvm_space_register(client_, &params_, &space), KVM_OK) << kvm_last_error();
   }
@@ -259,6 +266,17 @@ TEST_F(AbiPolicy, PresetsThatCannotBeSayWhy) {
   EXPECT_EQ(preset.n_policies, 1u);
   system.flags = 1;
   EXPECT_EQ(kvm_policy_preset(&system, &preset), KVM_ERR_INVALID);
+  // Of programs that know no indexes of presets.
+  system.flags = 0;
+  preset.struct_size = offsetof(kvm_preset, n_indexes);
+  EXPECT_EQ(kvm_policy_preset(&system, &preset), KVM_OK) << kvm_last_error();
+  system.name = "alisa";
+  kvm_codec_params codec{};
+  preset.codecs = &codec;
+  preset.n_codecs = 1;
+  EXPECT_EQ(kvm_policy_preset(&system, &preset), KVM_ERR_UNSUPPORTED);
+  preset.struct_size = sizeof(preset);
+  EXPECT_EQ(kvm_policy_preset(&system, &preset), KVM_ERR_LIMIT) << kvm_last_error();
 }
 
 TEST_F(AbiPolicy, ImpossibleCombinationsSayWhy) {

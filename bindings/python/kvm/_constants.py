@@ -184,6 +184,7 @@ class ItemFlag(enum.IntFlag):
     EXCLUDE_RANGES = 1 << 2
     LAST_LAYER = 1 << 3
     PROMPT_END = 1 << 4
+    RESTORE = 1 << 5
 
 
 class Mode(enum.IntEnum):

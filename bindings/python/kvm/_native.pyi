@@ -76,6 +76,8 @@ class Client:
 
     def prefetch_sequence(self, seq: int) -> None: ...
 
+    def drop_tokens(self, seq: int, begin: int, end: int) -> None: ...
+
     def set_priority(
             self, seq: int, priority: int, begin: int, end: int, keep_ns: int) -> None: ...
 
@@ -136,7 +138,9 @@ class Verb(enum.Enum):
 
     SET_PRIORITY = 17
 
-    NOP = 18
+    DROP = 18
+
+    NOP = 19
 
 class Request:
     @property
@@ -166,6 +170,8 @@ def make_prefix_verb(client: Client, seq: int, hashes: bytes, keep_ns: int) -> R
 
 def make_priority_verb(
         client: Client, seq: int, priority: int, begin: int, end: int, keep_ns: int) -> Request: ...
+
+def make_drop_verb(client: Client, seq: int, begin: int, end: int) -> Request: ...
 
 def prefix_seed(client: Client, space: int, salt: bytes) -> bytes: ...
 

@@ -199,11 +199,12 @@ class Client:
         default_*:     what steps without a mode of their own take; DEFAULT: exact.
         fingerprint:   32 bytes of whatever must agree between users of the name (weights, ...).
         Later entries of `layers`, `policies`, `codecs` and `indexes` win, also over those of
-        `policy`.
+        `policy`; so does a `default_mode`.
         """
         check_names(Mode, default_mode=default_mode)
         check_names(Proposal, default_proposal=default_proposal)
-        overrides, all_policies, all_codecs = list(layers), list(policies), list(codecs)
+        overrides, all_policies = list(layers), list(policies)
+        all_codecs, all_indexes = list(codecs), list(indexes)
         preset = preset_of(policy, head_file)
         if preset is not None:
             system = resolved(preset, n_layers, n_kv_heads or n_q_heads,
@@ -211,6 +212,10 @@ class Client:
             overrides = system.layers + overrides
             all_policies = system.policies + all_policies
             all_codecs = system.codecs + all_codecs
+            all_indexes = system.indexes + all_indexes
+            if default_mode == Mode.DEFAULT:
+                default_mode = system.default_mode
+                default_budget = default_budget or system.default_budget
         numbers = {
             "n_layers": n_layers, "n_q_heads": n_q_heads, "n_kv_heads": n_kv_heads,
             "head_dim_k": head_dim, "head_dim_v": head_dim_v, "codec": int(codec_of(codec)),
@@ -226,7 +231,7 @@ class Client:
                 text("name", name), numbers, [entry._fields() for entry in overrides],
                 [entry._fields() for entry in all_policies],
                 [entry._fields() for entry in all_codecs],
-                [entry._fields() for entry in indexes], list(rope_inv_freq),
+                [entry._fields() for entry in all_indexes], list(rope_inv_freq),
                 None if sink_logits is None else list(sink_logits),
                 None if alibi_slopes is None else list(alibi_slopes))
         except InvalidError as error:
@@ -619,6 +624,18 @@ class Sequence:
         """Begins to bring what lies on disk back into memory, as far as there is room."""
         self.space.client._native.prefetch_sequence(self.id)
 
+    def drop_tokens(self, begin: int = 0, end: int | None = None) -> None:
+        """Gives up K and V of its tokens [begin, end): of the full pages of 64 that are final.
+
+        end:  None: all that is final.
+
+        Attends that would see one raise PartialError, until `Item(restore=True)` brings them back:
+        leave them out with `Item(ranges=..., exclude_ranges=True)`. Heads with a policy that drops
+        tokens go on by that alone.
+        """
+        self.space.client._native.drop_tokens(self.id, whole("begin", begin),
+                                              _position(end, "end"))
+
     def set_priority(self, priority: int, *, begin: int = 0, end: int | None = None,
                      keep: float | None = None) -> None:
         """Says how much its tokens [begin, end) are worth in memory, from 0 to 100; 50 is what
@@ -848,6 +865,13 @@ class Queue:
     def prefetch_async(self, seq: Sequence) -> Request[None]:
         """Starts what `Sequence.prefetch` does."""
         return self._verb(_native.Verb.PREFETCH, seq.id)
+
+    def drop_tokens_async(self, seq: Sequence, begin: int = 0, end: int | None = None
+                          ) -> Request[None]:
+        """Starts what `Sequence.drop_tokens` does."""
+        request = _native.make_drop_verb(self.client._native, seq.id, whole("begin", begin),
+                                         _position(end, "end"))
+        return Request(self, self._native.start(request, True), _nothing)
 
     def set_priority_async(self, seq: Sequence, priority: int, *, begin: int = 0,
                            end: int | None = None, keep: float | None = None) -> Request[None]:

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import _native
-from ._constants import Budgets, CodecId, LayerKind, Merging, Positions, Retention
+from ._constants import (Budgets, CodecId, IndexKind, LayerKind, Merging, Mode, Positions,
+                         Retention)
 from ._errors import text
 from ._heads import HeadFile, read_heads
-from ._params import Codec, Layer, Policy, mask_of
+from ._params import Codec, Index, Layer, Policy, mask_of
 
 _NUMBERS = {"n_tokens": int, "share": float, "speed_up": int, "window": int, "slack": int,
             "n_pairs": int}
@@ -25,6 +26,9 @@ class Resolved:
     layers: list[Layer]
     policies: list[Policy]
     codecs: list[Codec]
+    indexes: list[Index]
+    default_mode: Mode
+    default_budget: int
     text: str  #: the same in words, and what else the engine does
 
     def __str__(self) -> str:
@@ -40,7 +44,7 @@ class Preset:
 
     name: str
     n_tokens: int = 0  #: what shares are of, the length of prompts, say; 0: 4096
-    share: float = 0.0  #: of n_tokens that a head keeps
+    share: float = 0.0  #: of n_tokens that a head keeps, or that is read of it
     speed_up: int = 0  #: unified_layer_skipping: one of so many layers decodes
     window: int = 0  #: yi_lightning: tokens
     n_pairs: int = 0  #: minicache: pairs of layers, from the last on; 0: half of the layers pair
@@ -74,7 +78,9 @@ class Preset:
         found = _native.preset(text("name", self.name), {"n_layers": n_layers, **numbers}, masks)
         return Resolved([_layer(entry) for entry in found["layers"]],
                         [_policy(entry) for entry in found["policies"]],
-                        [_codec(entry) for entry in found["codecs"]], found["text"])
+                        [_codec(entry) for entry in found["codecs"]],
+                        [_index(entry) for entry in found["indexes"]],
+                        Mode(found["default_mode"]), found["default_budget"], found["text"])
 
 
 def preset_names() -> list[str]:
@@ -136,5 +142,12 @@ def _codec(entry: dict[str, Any]) -> Codec:
         CodecId(entry[of]) if entry[of] != 0 else None
         for of in ("codec_k", "codec_v", "demoted_k", "demoted_v"))
     return Codec(codec_k, codec_v, demoted_k, demoted_v,
+                 begin=entry["layer_begin"], n_layers=entry["n_layers"],
+                 heads=_heads(entry["kv_head_mask"]))
+
+
+def _index(entry: dict[str, Any]) -> Index:
+    return Index(IndexKind(entry["kind"]), entry["n_sinks"], entry["n_recent"],
+                 entry["min_tokens"], entry["lsh_bits"], entry["lsh_tables"], entry["seed"],
                  begin=entry["layer_begin"], n_layers=entry["n_layers"],
                  heads=_heads(entry["kv_head_mask"]))

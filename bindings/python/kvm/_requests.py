@@ -32,6 +32,8 @@ class Item:
     last_layer: the tokens reach no layer beyond the step's, and are final: for models that skip
               layers.
     prompt_end: the prompt ends with these tokens: policies that wait for it act.
+    restore:  the tokens are those at `append_position` that `Sequence.drop_tokens` has dropped:
+              whole pages of 64.
     It keeps the sequence alive.
     """
 
@@ -42,12 +44,15 @@ class Item:
                  append_row: int | None = None, query_row: int | None = None,
                  ranges: Series[tuple[int, int]] | None = None, exclude_ranges: bool = False,
                  causal: bool = True, tree: Series[int] | None = None,
-                 last_layer: bool = False, prompt_end: bool = False) -> None:
+                 last_layer: bool = False, prompt_end: bool = False,
+                 restore: bool = False) -> None:
         flags = 0 if causal else int(ItemFlag.NOT_CAUSAL)
         if last_layer:
             flags |= int(ItemFlag.LAST_LAYER)
         if prompt_end:
             flags |= int(ItemFlag.PROMPT_END)
+        if restore:
+            flags |= int(ItemFlag.RESTORE)
         if exclude_ranges:
             flags |= int(ItemFlag.EXCLUDE_RANGES)
         self._seq = seq

@@ -141,16 +141,21 @@ nb::dict preset(const std::string& name, const nb::dict& numbers,
   std::vector<kvm_layer_params> layers(kRoom);
   std::vector<kvm_policy_params> policies(kRoom);
   std::vector<kvm_codec_params> codecs(kRoom);
+  std::vector<kvm_index_params> indexes(kRoom);
   auto out = sized<kvm_preset>();
-  out.n_layer_params = out.n_policies = out.n_codecs = kRoom;
+  out.n_layer_params = out.n_policies = out.n_codecs = out.n_indexes = kRoom;
   out.layers = layers.data();
   out.policies = policies.data();
   out.codecs = codecs.data();
+  out.indexes = indexes.data();
   check(kvm_policy_preset(&params, &out));
   nb::dict dict;
   dict["layers"] = to_dicts(layers, out.n_layer_params);
   dict["policies"] = to_dicts(policies, out.n_policies);
   dict["codecs"] = to_dicts(codecs, out.n_codecs);
+  dict["indexes"] = to_dicts(indexes, out.n_indexes);
+  dict["default_mode"] = out.default_mode;
+  dict["default_budget"] = out.default_budget;
   dict["text"] = to_python(out.text);
   return dict;
 }
@@ -494,6 +499,12 @@ void register_client(nb::module_& module) {
             client.call([&](kvm_client* c) { return kvm_seq_prefetch(c, seq); });
           },
           nb::arg("seq"))
+      .def(
+          "drop_tokens",
+          [](Client& client, uint64_t seq, uint64_t begin, uint64_t end) {
+            client.call([&](kvm_client* c) { return kvm_seq_drop(c, seq, begin, end); });
+          },
+          nb::arg("seq"), nb::arg("begin"), nb::arg("end"))
       .def(
           "set_priority",
           [](Client& client, uint64_t seq, uint32_t priority, uint64_t begin, uint64_t end,

@@ -153,6 +153,8 @@ kvm_status Queue::stage(Flight* flight) {
                                       flight->id);
     case Request::Verb::kSetPriority:
       return kvm_seq_set_priority_async(queue_, &r.priority, flight->id);
+    case Request::Verb::kDrop:
+      return kvm_seq_drop_async(queue_, r.id, r.begin, r.n_tokens, flight->id);
     case Request::Verb::kNop:
       return kvm_nop_async(queue_, flight->id);
   }

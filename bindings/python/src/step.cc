@@ -283,6 +283,13 @@ std::shared_ptr<Request> make_priority_verb(std::shared_ptr<Client> client, uint
   return request;
 }
 
+std::shared_ptr<Request> make_drop_verb(std::shared_ptr<Client> client, uint64_t seq,
+                                        uint64_t begin, uint64_t end) {
+  auto request = make_verb(std::move(client), Request::Verb::kDrop, seq, end, 0, 0);
+  request->begin = begin;
+  return request;
+}
+
 }  // namespace
 
 kvm_priority_params priority_params(uint64_t seq, uint32_t priority, uint64_t begin, uint64_t end,
@@ -327,6 +334,7 @@ void register_step(nb::module_& module) {
       .value("DELETE_SNAPSHOT", Request::Verb::kDeleteSnapshot)
       .value("PUBLISH_PREFIX", Request::Verb::kPublishPrefix)
       .value("SET_PRIORITY", Request::Verb::kSetPriority)
+      .value("DROP", Request::Verb::kDrop)
       .value("NOP", Request::Verb::kNop);
   nb::class_<Request>(module, "Request").def_prop_ro("copied_bytes", [](const Request& r) {
     return r.copied_bytes;
@@ -353,6 +361,8 @@ void register_step(nb::module_& module) {
              nb::arg("hashes"), nb::arg("keep_ns"));
   module.def("make_priority_verb", make_priority_verb, nb::arg("client"), nb::arg("seq"),
              nb::arg("priority"), nb::arg("begin"), nb::arg("end"), nb::arg("keep_ns"));
+  module.def("make_drop_verb", make_drop_verb, nb::arg("client"), nb::arg("seq"), nb::arg("begin"),
+             nb::arg("end"));
 }
 
 }  // namespace kvm::python

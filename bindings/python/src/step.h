@@ -45,6 +45,7 @@ struct Request {
     kDeleteSnapshot,
     kPublishPrefix,
     kSetPriority,
+    kDrop,
     kNop
   };
 
@@ -54,8 +55,9 @@ struct Request {
   kvm_read_params read{};
   kvm_observe_params observe{};
   kvm_seq_params create{};
-  uint64_t id = 0;  // of the space or the sequence
-  uint64_t n_tokens = 0;
+  uint64_t id = 0;                      // of the space or the sequence
+  uint64_t n_tokens = 0;                // of kDrop: where it ends
+  uint64_t begin = 0;                   // of kDrop
   std::string name;                     // of a snapshot
   uint32_t flags = 0;                   // of kSave
   std::vector<kvm_prefix_hash> hashes;  // of kPublishPrefix

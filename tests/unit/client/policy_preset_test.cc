@@ -53,6 +53,33 @@ void expect_numbers(const kvm_policy_params& policy, uint32_t retention, uint64_
   EXPECT_EQ(policy.n_heavy, n_heavy);
 }
 
+// Section 4.2: 20 % of the tokens, half of them local; section 5.2: INT8.
+TEST(PolicyPreset, AlisaReadsAShareOfWhatItKeeps) {
+  kvm_preset_params params = params_of("alisa");
+  params.n_tokens = 10000;
+  Preset preset = resolve(params);
+  EXPECT_TRUE(preset.layers.empty() && preset.policies.empty());
+  ASSERT_EQ(preset.codecs.size(), 1u);
+  EXPECT_EQ(preset.codecs[0].codec_k, uint32_t{KVM_CODEC_I8});
+  EXPECT_EQ(preset.codecs[0].codec_v, uint32_t{KVM_CODEC_I8});
+  ASSERT_EQ(preset.indexes.size(), 1u);
+  EXPECT_EQ(preset.indexes[0].kind, uint32_t{KVM_INDEX_SKETCH});
+  EXPECT_EQ(preset.indexes[0].n_recent, 1000u);
+  EXPECT_EQ(preset.indexes[0].min_tokens, 2000u);
+  EXPECT_EQ(preset.default_mode, uint32_t{KVM_MODE_SAMPLED});
+  EXPECT_EQ(preset.default_budget, 1000u);
+  params.share = 1;
+  preset = resolve(params);
+  EXPECT_EQ(preset.default_budget, 5000u);
+  EXPECT_EQ(preset.indexes[0].min_tokens, 8192u) << "the most that there may be";
+  params.n_tokens = 1000;
+  params.share = 0;
+  EXPECT_EQ(resolve(params).indexes[0].min_tokens, 256u) << "the fewest";
+  params.n_tokens = 2'000'000;
+  expect_refused(params, KVM_ERR_INVALID,
+                 "share 0.2 of 2000000 tokens is 200000 recent tokens; there may be 1 to 65536");
+}
+
 TEST(PolicyPreset, FullSetsNothing) {
   const Preset preset = resolve(params_of("full"));
   EXPECT_TRUE(preset.layers.empty() && preset.policies.empty() && preset.codecs.empty());
@@ -306,14 +333,14 @@ TEST(PolicyPreset, NamesAreListed) {
     EXPECT_LT(preset.text.size(), sizeof(kvm_preset{}.text)) << name;
     EXPECT_LE(preset.policies.size(), 32u) << name;
   }
-  EXPECT_EQ(n, 15u);
+  EXPECT_EQ(n, 16u);
   EXPECT_EQ(preset_name(UINT32_MAX), nullptr);
 }
 
 TEST(PolicyPreset, UnknownNamesHaveANearest) {
   const std::string all =
-      "full, streaming_llm, duo_attention, razor_attention, h2o, mikv, d2o, kivi, kivi4, gear4, "
-      "gear2, yi_lightning, minicache, skip_decode, unified_layer_skipping";
+      "full, streaming_llm, duo_attention, razor_attention, h2o, mikv, alisa, d2o, kivi, kivi4, "
+      "gear4, gear2, yi_lightning, minicache, skip_decode, unified_layer_skipping";
   const std::pair<const char*, const char*> cases[] = {
       {"h20", "h2o"},
       {"streamingllm", "streaming_llm"},
@@ -380,7 +407,7 @@ TEST(PolicyPreset, ArraysHaveRoomOrNothingIsWritten) {
   EXPECT_EQ(status.code(), KVM_ERR_LIMIT);
   EXPECT_EQ(status.message(),
             "kvm_preset.layers has room for 3; the preset has 4; room for n_layers entries in each "
-            "of layers, policies and codecs is always enough");
+            "of layers, policies, codecs and indexes is always enough");
   EXPECT_EQ(std::memcmp(&out, &before, sizeof(out)), 0);
   EXPECT_EQ(policies[0].n_recent, 0u);
   layers.resize(4);

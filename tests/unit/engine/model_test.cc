@@ -572,7 +572,7 @@ class Model {
     const uint32_t storage = space_->layers[layer].storage_layer;
     const uint64_t n = model.tokens[storage].size();
     const uint64_t p = pick(n + 10);
-    EXPECT_EQ(store_->check_visible(seq(id), layer, p).code(),
+    EXPECT_EQ(store_->check_visible(seq(id), layer, {.first_query = p}).code(),
               misses(model, layer, p, n) ? KVM_ERR_PARTIAL : KVM_OK);
     const uint64_t begin = pick(n + 1);
     const uint64_t end = begin + pick(n - begin + 1);

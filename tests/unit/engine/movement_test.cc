@@ -375,6 +375,83 @@ TEST(Movement, OneSequenceLargerThanMemory) {
   EXPECT_TRUE(world.asked_.back()->o.bytes() == want->o.bytes());
 }
 
+// ALISA's phases, under two caps: all in memory; then the oldest in the tier; then, when that is
+// full as well, the oldest go for good, and come back where the engine computes them again.
+TEST(Movement, APhaseForEachTierAndOneBeyond) {
+  constexpr uint32_t kChunk = 2048;  // tokens; 512 KiB
+  constexpr uint64_t kTierBytes = 8 << 20;
+  World world([](EngineOptions*) {}, {.capacity_bytes = kTierBytes, .is_manual = true});
+  Rig large(1, 128 << 20);
+  const kvm_space_id large_space = large.space(plain_spec());
+  const kvm_seq_id large_seq = large.create(large_space);
+  const kvm_seq_id seq = world.create();
+  const auto drop = [&](uint64_t begin, uint64_t end) {
+    return world.rig
+        .run(SeqRequest{.verb = SeqVerb::kDrop, .seq = seq, .range = {.begin = begin, .end = end}})
+        .status;
+  };
+  const auto show = [](Asked* asked, std::vector<kvm_range> ranges) {
+    asked->step.items[0].n_ranges = static_cast<uint32_t>(ranges.size());
+    asked->step.ranges = std::move(ranges);
+  };
+  const auto has_same_bits = [&](const std::vector<kvm_range>& shown, uint64_t seed) {
+    auto got = step_of(world.space, seq, 0, 2, seed);
+    show(got.get(), shown);
+    const Status status = world.run(std::move(got)).status;
+    EXPECT_TRUE(status.is_ok()) << status.message();
+    const auto want = step_of(large_space, large_seq, 0, 2, seed);
+    show(want.get(), shown);
+    EXPECT_TRUE(large.run(want->step).status.is_ok());
+    return world.asked_.back()->o.bytes() == want->o.bytes();
+  };
+  uint64_t dropped_end = 0;
+  std::string trace;
+  for (uint64_t n = 0; n < 100; ++n) {  // 50 MiB
+    Status status;
+    for (;;) {
+      status = world.run(step_of(world.space, seq, kChunk, 0, n)).status;
+      if (status.code() != KVM_ERR_NO_SPACE) {
+        break;
+      }
+      ASSERT_LT(dropped_end, n * kChunk);
+      ASSERT_TRUE(drop(dropped_end, dropped_end + kChunk).is_ok());
+      dropped_end += kChunk;
+    }
+    ASSERT_TRUE(status.is_ok()) << n << ": " << status.message();
+    ASSERT_TRUE(large.run(step_of(large_space, large_seq, kChunk, 0, n)->step).status.is_ok());
+    ASSERT_LE(world.in_memory(), kCapacity);
+    ASSERT_LE(world.tier.used_bytes(), kTierBytes);
+    const char phase = dropped_end != 0 ? '3' : world.info(seq).bytes_away != 0 ? '2' : '1';
+    if (trace.empty() || trace.back() != phase) {
+      trace += phase;
+    }
+    if (n % 9 == 0) {
+      EXPECT_TRUE(has_same_bits({{dropped_end, (n + 1) * kChunk}}, n)) << n;
+    }
+  }
+  EXPECT_EQ(trace, "123");
+  const uint64_t end = 100 * kChunk;
+  // What is kept is about what both tiers hold.
+  EXPECT_GT((end - dropped_end) / kPageTokens * kPageBytes, kTierBytes + kCapacity / 2);
+  EXPECT_EQ(world.info(seq).n_entries_dropped, dropped_end);
+  // Tokens of the beginning are wanted; of others, in memory or in the tier, as many go.
+  ASSERT_TRUE(drop(dropped_end, dropped_end + 4 * kChunk).is_ok());
+  ASSERT_TRUE(drop(end - 4 * kChunk, end - 2 * kChunk).is_ok());
+  for (const uint64_t n : {3u, 0u}) {
+    auto back = step_of(world.space, seq, kChunk, 0, n);
+    back->step.items[0].append_position = n * kChunk;
+    back->step.items[0].flags = KVM_ITEM_RESTORE;
+    const Status status = world.run(std::move(back)).status;
+    ASSERT_TRUE(status.is_ok()) << status.message();
+  }
+  EXPECT_TRUE(has_same_bits(
+      {{0, kChunk}, {3 * kChunk, 4 * kChunk}, {end - 10 * kChunk, end - 4 * kChunk}}, 77));
+  ASSERT_TRUE(drop(0, end).is_ok());
+  EXPECT_EQ(world.info(seq).bytes, 0u);
+  world.settle();
+  EXPECT_EQ(world.tier.used_bytes(), 0u);
+}
+
 // Between the marks nothing moves, and above the high one pages go down to the low one.
 TEST(Movement, PagesGoFromTheHighMarkToTheLowOne) {
   World world;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <map>
+#include <utility>
 #include <vector>
 
 namespace kvm::engine {
@@ -44,6 +45,7 @@ class PageListTest : public testing::Test {
   tiers::PageTable pages_{&pool_};
   uint64_t bytes() const { return quota_.used(Resource::kBytes); }
 
+  std::vector<PageList> others_;
   QuotaAccount quota_{"this client", no_limits(), nullptr};
   Account account_{.quota = &quota_};
   Payers payers_;
@@ -185,6 +187,87 @@ TEST_F(PageListTest, DropTakesWholeSegmentsAndParts) {
 }
 
 // In parts, from the end: what remains after each is a list like another, and a fork keeps its own.
+TEST_F(PageListTest, DroppedBlocksComeBackBetweenTheOthers) {
+  PageList list;
+  append(&list, 600 * kPageTokens + 9);
+  const std::vector<PageRef> whole = pages(list);
+  PageList fork;
+  fork.share(list, list.length(), bank());
+  // Parts of two segments, a whole one, and a page alone.
+  list.drop(100, 300, bank());
+  list.drop(400, 401, bank());
+  EXPECT_EQ(list.n_dropped(), 201 * kPageTokens);
+  EXPECT_EQ(list.pages_to_restore(0, 600), 201u);
+  EXPECT_EQ(list.pages_to_restore(90, 110), 10u);
+  EXPECT_EQ(list.pages_to_restore(0, 100), 0u);
+  std::vector<std::pair<uint64_t, uint64_t>> gaps;
+  list.for_each_gap([&](uint64_t begin, uint64_t end) { gaps.push_back({begin, end}); });
+  EXPECT_EQ(gaps,
+            (std::vector<std::pair<uint64_t, uint64_t>>{{100 * kPageTokens, 300 * kPageTokens},
+                                                        {400 * kPageTokens, 401 * kPageTokens}}));
+  const std::vector<PageEntry> before = entries(list);
+  const uint64_t bytes_before = bytes();
+
+  // Given up again, nothing has changed.
+  ASSERT_TRUE(list.reserve_dropped(50, 350, kSmall, bank()).is_ok());
+  EXPECT_EQ(list.restored().size(), 200u);
+  EXPECT_EQ(bytes(), bytes_before + 200 * kSmall.page_bytes());
+  EXPECT_EQ(pages(list).size(), before.size());
+  list.rollback(bank());
+  EXPECT_EQ(bytes(), bytes_before);
+  EXPECT_EQ(pages(list).size(), before.size());
+
+  ASSERT_TRUE(list.reserve_dropped(150, 250, kSmall, bank()).is_ok());
+  list.publish(bank());
+  ASSERT_TRUE(list.reserve_dropped(0, 600, kSmall, bank()).is_ok());
+  EXPECT_EQ(list.restored().size(), 101u);
+  list.publish(bank());
+  EXPECT_TRUE(list.is_valid());
+  EXPECT_EQ(list.n_dropped(), 0u);
+  EXPECT_EQ(list.dropped_end(), 0u);
+  EXPECT_TRUE(list.covers(0, list.length()));
+  const std::vector<PageEntry> after = entries(list);
+  ASSERT_EQ(after.size(), whole.size());
+  for (size_t i = 0; i < after.size(); ++i) {
+    EXPECT_EQ(after[i].block, i);
+    const bool is_new = (i >= 100 && i < 300) || i == 400;
+    EXPECT_EQ(after[i].page != whole[i], is_new) << i;
+  }
+  EXPECT_EQ(pages(fork), whole);
+  EXPECT_EQ(bytes(), (601 + 201) * kSmall.page_bytes());
+
+  // One by one they do not leave segments of one page each.
+  list.drop(0, 512, bank());
+  for (uint32_t block = 0; block < 512; ++block) {
+    ASSERT_TRUE(list.reserve_dropped(block, block + 1, kSmall, bank()).is_ok());
+    list.publish(bank());
+  }
+  EXPECT_EQ(list.n_dropped(), 0u);
+  EXPECT_LE(list.root()->segments.size(), 10u);
+
+  // Where memory ends, nothing has changed.
+  list.drop(10, 20, bank());
+  ASSERT_TRUE(budget_.charge(budget_.free_bytes()));
+  const std::vector<PageRef> some = pages(list);
+  Status full;
+  for (uint32_t n = 0; n < 10'000 && full.is_ok(); ++n) {
+    full = list.reserve_dropped(10, 20, kSmall, bank());
+    list.rollback(bank());
+    PageList other;
+    full = full.is_ok() ? other.reserve(kPageTokens, kSmall, bank()) : full;
+    other.publish(bank());
+    others_.push_back(std::move(other));
+  }
+  EXPECT_EQ(full.code(), KVM_ERR_NO_SPACE);
+  EXPECT_EQ(pages(list), some);
+  for (PageList& other : others_) {
+    other.clear(bank());
+  }
+  fork.clear(bank());
+  list.clear(bank());
+  EXPECT_EQ(pages_.n_pages(), 0u);
+}
+
 TEST_F(PageListTest, GivesItselfUpInParts) {
   PageList list;
   append(&list, 500 * kPageTokens);

@@ -645,6 +645,57 @@ TEST(Pair, WorldsAtRandom) {
   }
 }
 
+// What kvm_seq_drop has dropped of both layers comes back layer by layer, and is merged again.
+TEST(Pair, DroppedPagesComeBackAndAreMerged) {
+  for (const bool deep_first : {false, true}) {
+    World world;
+    Twin twin = world.create();
+    world.append(&twin, 330, 1);
+    Twin other = world.fork(twin, 330);
+    const uint64_t n_pages = world.info(twin).n_pages;
+    SeqRequest drop;
+    drop.verb = SeqVerb::kDrop;
+    drop.seq = twin.seq;
+    drop.range = {.begin = 64, .end = 192};
+    ASSERT_TRUE(world.rig.run(std::move(drop)).status.is_ok());
+    EXPECT_EQ(world.info(twin).n_pages, n_pages - 2 - 2);
+    world.rig.engine->check_accounts();
+    const auto restore = [&](uint32_t layer) {
+      StepRequest request;
+      Buffer k(Dtype::kF32, 1, 128, kKvHeads, kDim);
+      Buffer v(Dtype::kF32, 1, 128, kKvHeads, kDim);
+      for (uint32_t row = 0; row < 128; ++row) {
+        for (uint32_t head = 0; head < kKvHeads; ++head) {
+          for (uint32_t i = 0; i < kDim; ++i) {
+            k.set(0, row, head, i, static_cast<float>(row_of(layer, 0, 64 + row, head)[i]));
+            v.set(0, row, head, i, static_cast<float>(row_of(layer, 1, 64 + row, head)[i]));
+          }
+        }
+      }
+      request.space = world.space;
+      request.layer_begin = layer;
+      request.append = true;
+      kvm_item item = append_item(twin.seq, 128);
+      item.append_position = 64;
+      item.flags = KVM_ITEM_RESTORE;
+      request.items = {item};
+      request.k = k.view();
+      request.v = v.view();
+      const Status status = world.rig.run(std::move(request)).status;
+      ASSERT_TRUE(status.is_ok()) << status.message();
+    };
+    restore(0);
+    restore(deep_first ? 2 : 1);
+    EXPECT_EQ(world.info(twin).n_pages, n_pages);  // two of one layer, not yet of both
+    restore(deep_first ? 1 : 2);
+    EXPECT_EQ(world.info(twin).n_pages, n_pages);
+    world.expect_stored(&twin);
+    world.append(&twin, 10, 2);
+    world.append(&other, 10, 2);
+    world.rig.engine->check_accounts();
+  }
+}
+
 // Heads of a pair that keep all beside others with a window: each has pages of its own.
 TEST(Pair, HeadsWithPoliciesOfTheirOwn) {
   for (uint64_t seed = 0; seed < (is_nightly() ? 20 : 3); ++seed) {

@@ -358,8 +358,8 @@ TEST_F(StoreTest, SinksRecentFreesMemoryHeadByHead) {
   EXPECT_EQ(info.n_committed, 10000u);
   EXPECT_LE(info.bytes, 157 * head_page + 3 * 5 * head_page);
   EXPECT_GT(stats_of(*store_).n_pages_dropped, 140u);
-  EXPECT_TRUE(store_->check_visible(seq, 0, 9999).is_ok());
-  EXPECT_EQ(store_->check_visible(seq, 0, 5000).code(), KVM_ERR_PARTIAL);
+  EXPECT_TRUE(store_->check_visible(seq, 0, {.first_query = 9999}).is_ok());
+  EXPECT_EQ(store_->check_visible(seq, 0, {.first_query = 5000}).code(), KVM_ERR_PARTIAL);
   EXPECT_EQ(store_->check_read(seq, 0, 100, 1).code(), KVM_ERR_PARTIAL);
   EXPECT_TRUE(store_->check_read(seq, 0, 9900, 100).is_ok());
   EXPECT_TRUE(store_->check_read(seq, 0, 0, 64).is_ok());
@@ -410,8 +410,8 @@ TEST_F(StoreTest, ActionsAreChecked) {
   EXPECT_EQ(code({.kind = ActionKind::kFold, .range = {0, 64}}), KVM_ERR_UNSUPPORTED);
   expect_all(seq, numbered(0, 200));
   EXPECT_EQ(code({.kind = ActionKind::kDrop, .range = {64, 128}}), KVM_OK);
-  EXPECT_EQ(store_->check_visible(seq, 0, 199).code(), KVM_ERR_PARTIAL);
-  EXPECT_TRUE(store_->check_visible(seq, 1, 199).is_ok());
+  EXPECT_EQ(store_->check_visible(seq, 0, {.first_query = 199}).code(), KVM_ERR_PARTIAL);
+  EXPECT_TRUE(store_->check_visible(seq, 1, {.first_query = 199}).is_ok());
 }
 
 // --- Observations -------------------------------------------------------------------------------

@@ -222,6 +222,14 @@ TEST_F(Validate, OtherOpcodes) {
     write_block(Opcode::kSeq, seq);
     EXPECT_EQ(run(), Reject::kNone);
   }
+  // Tokens to be dropped are one, without a time.
+  seq.verb = static_cast<uint32_t>(SeqVerb::kDrop);
+  write_block(Opcode::kSeq, seq);
+  EXPECT_EQ(run(), Reject::kBlockReserved);
+  seq.keep_ns = 0;
+  write_block(Opcode::kSeq, seq);
+  EXPECT_EQ(run(), Reject::kNone);
+  seq.verb = static_cast<uint32_t>(SeqVerb::kSetPriority);
   seq.reserved[0] = 1;
   write_block(Opcode::kSeq, seq);
   EXPECT_EQ(run(), Reject::kBlockReserved);

@@ -107,6 +107,7 @@ pub const KVM_ITEM_TREE: u32 = 1 << 1;
 pub const KVM_ITEM_EXCLUDE_RANGES: u32 = 1 << 2;
 pub const KVM_ITEM_LAST_LAYER: u32 = 1 << 3;
 pub const KVM_ITEM_PROMPT_END: u32 = 1 << 4;
+pub const KVM_ITEM_RESTORE: u32 = 1 << 5;
 pub const KVM_MODE_DEFAULT: u32 = 0;
 pub const KVM_MODE_EXACT: u32 = 1;
 pub const KVM_MODE_TOPK: u32 = 2;
@@ -488,6 +489,10 @@ pub struct kvm_preset {
     pub policies: *mut kvm_policy_params,
     pub codecs: *mut kvm_codec_params,
     pub text: [c_char; 1024],
+    pub n_indexes: u32,
+    pub default_mode: u32,
+    pub indexes: *mut kvm_index_params,
+    pub default_budget: u64,
 }
 
 impl Default for kvm_preset {
@@ -1240,6 +1245,12 @@ extern "C" {
         out_count: *mut usize,
     ) -> kvm_status;
     pub fn kvm_seq_prefetch(client: *mut kvm_client, seq: kvm_seq_id) -> kvm_status;
+    pub fn kvm_seq_drop(
+        client: *mut kvm_client,
+        seq: kvm_seq_id,
+        begin: u64,
+        end: u64,
+    ) -> kvm_status;
     pub fn kvm_seq_set_priority(
         client: *mut kvm_client,
         params: *const kvm_priority_params,
@@ -1352,6 +1363,13 @@ extern "C" {
     pub fn kvm_seq_prefetch_async(
         queue: *mut kvm_queue,
         seq: kvm_seq_id,
+        user_data: u64,
+    ) -> kvm_status;
+    pub fn kvm_seq_drop_async(
+        queue: *mut kvm_queue,
+        seq: kvm_seq_id,
+        begin: u64,
+        end: u64,
         user_data: u64,
     ) -> kvm_status;
     pub fn kvm_seq_set_priority_async(

@@ -42,6 +42,9 @@ pub(crate) struct Entries {
     pub(crate) layers: Vec<sys::kvm_layer_params>,
     pub(crate) policies: Vec<sys::kvm_policy_params>,
     pub(crate) codecs: Vec<sys::kvm_codec_params>,
+    pub(crate) indexes: Vec<sys::kvm_index_params>,
+    pub(crate) default_mode: u32,
+    pub(crate) default_budget: u64,
     text: String,
 }
 
@@ -173,6 +176,9 @@ impl Preset {
             layers: vec![Default::default(); n],
             policies: vec![Default::default(); n],
             codecs: vec![Default::default(); n],
+            indexes: vec![Default::default(); n],
+            default_mode: 0,
+            default_budget: 0,
             text: String::new(),
         };
         let mut out = sys::kvm_preset {
@@ -182,6 +188,8 @@ impl Preset {
             layers: entries.layers.as_mut_ptr(),
             policies: entries.policies.as_mut_ptr(),
             codecs: entries.codecs.as_mut_ptr(),
+            n_indexes: n as u32,
+            indexes: entries.indexes.as_mut_ptr(),
             ..Default::default()
         };
         // SAFETY: a string and a table of n_layers pairs that live through the call, and arrays
@@ -190,6 +198,9 @@ impl Preset {
         entries.layers.truncate(out.n_layer_params as usize);
         entries.policies.truncate(out.n_policies as usize);
         entries.codecs.truncate(out.n_codecs as usize);
+        entries.indexes.truncate(out.n_indexes as usize);
+        entries.default_mode = out.default_mode;
+        entries.default_budget = out.default_budget;
         entries.text = text_of(&out.text);
         Ok(entries)
     }

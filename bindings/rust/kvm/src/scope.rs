@@ -3,6 +3,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ffi::CString;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::RangeBounds;
 use std::os::unix::io::BorrowedFd;
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use crate::client::nanoseconds;
 use crate::error::{check, Error, Result, Status};
 use crate::prefix::{PrefixHash, Publication};
 use crate::queue::Queue;
-use crate::sequence::{Priority, SequenceId, SequenceParams};
+use crate::sequence::{positions_of, Priority, SequenceId, SequenceParams};
 use crate::space::{Space, SpaceId};
 use crate::step::{Observe, Read, Step, StepStats};
 
@@ -66,6 +67,9 @@ pub enum Request<'b> {
     PublishPrefix(SequenceId, Vec<PrefixHash>, Option<Duration>),
     /// [`Sequence::set_priority`](crate::Sequence::set_priority).
     SetPriority(SequenceId, Priority),
+    /// [`Sequence::drop_tokens`](crate::Sequence::drop_tokens): the first token, and the one
+    /// behind the last.
+    DropTokens(SequenceId, u64, u64),
     /// Does nothing and completes.
     Nop,
 }
@@ -321,6 +325,10 @@ impl<'s, 'env> Scope<'s, 'env> {
                     sys::kvm_seq_set_priority_async(queue, &priority.of(*sequence), ticket)
                 })
             }
+            Request::DropTokens(sequence, begin, end) => {
+                // SAFETY: this thread's queue.
+                check(unsafe { sys::kvm_seq_drop_async(queue, sequence.0, *begin, *end, ticket) })
+            }
             // SAFETY: this thread's queue.
             Request::Nop => check(unsafe { sys::kvm_nop_async(queue, ticket) }),
         }
@@ -420,6 +428,16 @@ impl<'s, 'env> Scope<'s, 'env> {
         priority: Priority,
     ) -> Started<'env> {
         self.start(Request::SetPriority(sequence.into(), priority))
+    }
+
+    /// As [`Sequence::drop_tokens`](crate::Sequence::drop_tokens).
+    pub fn drop_tokens(
+        &mut self,
+        sequence: impl Into<SequenceId>,
+        tokens: impl RangeBounds<u64>,
+    ) -> Started<'env> {
+        let (begin, end) = positions_of(&tokens);
+        self.start(Request::DropTokens(sequence.into(), begin, end))
     }
 
     /// As [`Sequence::save`](crate::Sequence::save), of a name without a NUL byte.

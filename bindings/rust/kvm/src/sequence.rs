@@ -35,6 +35,21 @@ impl From<&Sequence> for SequenceId {
     }
 }
 
+/// Where a range of tokens begins and ends; without an end, at `KVM_POSITION_END`.
+pub(crate) fn positions_of(range: &impl RangeBounds<u64>) -> (u64, u64) {
+    let begin = match range.start_bound() {
+        Bound::Included(begin) => *begin,
+        Bound::Excluded(before) => before.saturating_add(1),
+        Bound::Unbounded => 0,
+    };
+    let end = match range.end_bound() {
+        Bound::Included(last) => last.saturating_add(1),
+        Bound::Excluded(end) => *end,
+        Bound::Unbounded => sys::KVM_POSITION_END,
+    };
+    (begin, end)
+}
+
 /// How much a part of a sequence is worth in memory ([`Sequence::set_priority`]): from 0 to 100,
 /// and [`Priority::DEFAULT`] where nobody said anything. Where memory fills up, the lowest leave
 /// first. A part is whole pages of 64 tokens, those that its range touches.
@@ -64,16 +79,7 @@ impl Priority {
 
     /// Of a range of its tokens alone.
     pub fn tokens(mut self, range: impl RangeBounds<u64>) -> Self {
-        self.0.begin = match range.start_bound() {
-            Bound::Included(begin) => *begin,
-            Bound::Excluded(before) => before.saturating_add(1),
-            Bound::Unbounded => 0,
-        };
-        self.0.end = match range.end_bound() {
-            Bound::Included(last) => last.saturating_add(1),
-            Bound::Excluded(end) => *end,
-            Bound::Unbounded => sys::KVM_POSITION_END,
-        };
+        (self.0.begin, self.0.end) = positions_of(&range);
         self
     }
 
@@ -353,6 +359,27 @@ impl Sequence {
     pub fn set_priority(&self, priority: &Priority) -> Result<()> {
         // SAFETY: a live client and a structure.
         check(unsafe { sys::kvm_seq_set_priority(self.connection.raw(), &priority.of(self.id)) })
+    }
+
+    /// Gives up K and V of a range of its tokens: of the full pages of 64 that are final. Attends
+    /// that would see one are `Partial` until [`Item::restore`](crate::Item::restore) brings them
+    /// back; items may leave them out. Heads with a policy that drops tokens go on by that alone.
+    ///
+    /// Fails: `Invalid` (it ends beyond what is final), `Permission` (it is published), `Stale`,
+    /// `Lost` or `Timeout`.
+    ///
+    /// ```
+    /// # let client = kvm::Client::open_embedded(&kvm::EmbeddedParams::new().threads(1))?;
+    /// # let space = client.register_space(&kvm::SpaceParams::new("my-model", 2, 4, 64))?;
+    /// # let sequence = space.create_sequence()?;
+    /// sequence.drop_tokens(..)?;
+    /// assert!(sequence.drop_tokens(..64).is_err()); // nothing is final yet
+    /// # Ok::<(), kvm::Error>(())
+    /// ```
+    pub fn drop_tokens(&self, tokens: impl RangeBounds<u64>) -> Result<()> {
+        let (begin, end) = positions_of(&tokens);
+        // SAFETY: a live client.
+        check(unsafe { sys::kvm_seq_drop(self.connection.raw(), self.id.0, begin, end) })
     }
 
     pub(crate) fn take(connection: &Arc<Connection>, id: SequenceId) -> Result<Sequence> {

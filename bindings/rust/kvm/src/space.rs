@@ -752,6 +752,15 @@ impl SpaceParams {
                 heads: heads(raw.layer_begin, raw.n_layers, raw.kv_head_mask),
                 raw,
             }));
+        self.indexes
+            .extend(entries.indexes.into_iter().map(|raw| Index {
+                heads: heads(raw.layer_begin, raw.n_layers, raw.kv_head_mask),
+                raw,
+            }));
+        if entries.default_mode != 0 {
+            self.raw.default_mode = entries.default_mode;
+            self.raw.default_budget = entries.default_budget;
+        }
         Ok(self)
     }
 

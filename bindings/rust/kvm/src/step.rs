@@ -292,6 +292,14 @@ impl Item {
         self
     }
 
+    /// The tokens are those at [`Item::append_position`] that
+    /// [`Sequence::drop_tokens`](crate::Sequence::drop_tokens) has dropped: whole pages of 64.
+    #[must_use]
+    pub fn restore(mut self) -> Self {
+        self.raw.flags |= sys::KVM_ITEM_RESTORE;
+        self
+    }
+
     /// Rows see every position, not only those up to their own.
     #[must_use]
     pub fn not_causal(mut self) -> Self {

@@ -317,6 +317,41 @@ fn what_was_saved_is_there_after_the_daemon_was_killed() {
 
 #[test]
 #[ignore = "needs a daemon at $KVM_SOCKET"]
+fn dropped_tokens_come_back() {
+    let rig = Rig::new(2);
+    let sequence = rig.space.create_sequence().unwrap();
+    let mut queue = rig.client.create_queue(&QueueParams::new()).unwrap();
+    let k = kv(192, 1);
+    for layer in 0..2 {
+        let whole = Step::new(&rig.space, layer).item(Item::new(&sequence).append(192));
+        queue.append(whole.k(&k).v(&k)).unwrap();
+    }
+    let ask = |queue: &mut kvm::Queue| {
+        let (q, mut o) = (queries(1, 3), vec![0.0f32; Q_HEADS * DIM]);
+        let step = Step::new(&rig.space, 0).item(Item::new(&sequence).query(1));
+        queue.attend(step.q(&q).o(&mut o)).map(|_| o)
+    };
+    let expected = ask(&mut queue).unwrap();
+    sequence.drop_tokens(..64).unwrap();
+    assert_eq!(ask(&mut queue).unwrap_err().status(), Status::Partial);
+    queue.scope(|scope| {
+        let dropped = scope.drop_tokens(&sequence, 64..=127).unwrap();
+        scope.wait(dropped).unwrap().result.unwrap();
+    });
+    assert_eq!(sequence.info().unwrap().n_entries_dropped, 2 * 128);
+    let item = Item::new(&sequence)
+        .append(192)
+        .append_position(0)
+        .restore();
+    let step = Step::new(&rig.space, 0).item(item);
+    queue.append(step.k(&k).v(&k)).unwrap();
+    assert_eq!(ask(&mut queue).unwrap(), expected);
+    let error = sequence.drop_tokens(..193).unwrap_err();
+    assert_eq!(error.status(), Status::Invalid, "{error}");
+}
+
+#[test]
+#[ignore = "needs a daemon at $KVM_SOCKET"]
 fn without_a_disk_nothing_is_saved() {
     let rig = Rig::new(2);
     for error in [

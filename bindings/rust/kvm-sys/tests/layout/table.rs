@@ -178,6 +178,10 @@ structures! {
         policies,
         codecs,
         text,
+        n_indexes,
+        default_mode,
+        indexes,
+        default_budget,
     }
     kvm_space_info {
         struct_size,
@@ -597,6 +601,7 @@ constants! {
     KVM_ITEM_EXCLUDE_RANGES,
     KVM_ITEM_LAST_LAYER,
     KVM_ITEM_PROMPT_END,
+    KVM_ITEM_RESTORE,
     KVM_MODE_DEFAULT,
     KVM_MODE_EXACT,
     KVM_MODE_TOPK,
