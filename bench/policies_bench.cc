@@ -146,6 +146,9 @@ std::vector<Setting> settings(uint64_t n_tokens, const std::string& only = {}) {
   add("gear4", 4, bits(6, 5.75));
   add("yi_lightning", 4, 0.25 + 0.75 * std::min(1.0, 4096 / n));
   add("yi_lightning", 8, 0.125 + 0.75 * std::min(1.0, 4096 / n));
+  // Of two rows one direction, two factors, and of 4 tokens in 64 the other row and which it is.
+  constexpr double kTwoRows = 2 * 2 * kDim;
+  add("minicache", 4, 0.5 + 0.5 * (0.5 + (8 + 4.0 / 64 * (2 * kDim + 2)) / kTwoRows));
   add("skip_decode", 8, 0.75);
   if (!all.empty() && all.back().name == "skip_decode") {
     all.back().depth = falling_depth(8, n_tokens);

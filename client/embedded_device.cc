@@ -80,6 +80,9 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
   if (space.has_indexes) {
     return unsupported("indexes are not there: attention is exact");
   }
+  if (space.has_pairs) {
+    return unsupported("KVM_LAYER_PAIR is not there");
+  }
   if (space.default_choice.mode != KVM_MODE_EXACT) {
     return unsupported("default_mode is " + std::to_string(space.default_choice.mode) +
                        "; attention is exact");

@@ -40,6 +40,7 @@ enum Takes : uint32_t {
   kWindow = 4,
   kSlack = 8,
   kMasks = 16,
+  kPairs = 32,
 };
 
 struct System;
@@ -324,6 +325,34 @@ Status yi_lightning(const System&, const kvm_preset_params& params, Preset* out)
   return Status::ok();
 }
 
+// The authors pair layers from the middle of the model on.
+Status minicache(const System&, const kvm_preset_params& params, Preset* out) {
+  const uint32_t n_layers = params.n_layers;
+  if (n_layers < 2) {
+    return invalid("n_layers is " + said(uint64_t{n_layers}) +
+                   "; a pair of minicache is of two: there must be at least 2");
+  }
+  const uint32_t n_pairs = params.n_pairs == 0 ? std::max(1u, n_layers / 4) : params.n_pairs;
+  if (n_pairs > n_layers / 2) {
+    return invalid("n_pairs is " + said(uint64_t{n_pairs}) + " of " + said(uint64_t{n_layers}) +
+                   " layers; it must be at most " + said(uint64_t{n_layers} / 2));
+  }
+  const uint32_t first = n_layers - 2 * n_pairs;
+  for (uint32_t deep = first + 1; deep < n_layers; deep += 2) {
+    kvm_layer_params pair{};
+    pair.layer_begin = deep;
+    pair.n_layers = 1;
+    pair.kind = KVM_LAYER_PAIR;
+    pair.pair_t = 0.6f;
+    pair.pair_gamma = 0.05f;
+    out->layers.push_back(pair);
+  }
+  out->text = "Layers " + said(uint64_t{first}) + "-" + said(uint64_t{n_layers} - 1) +
+              " share directions two by two, and keep their lengths; of each 64 tokens the 4 that "
+              "differ most stay as they are.\n";
+  return Status::ok();
+}
+
 Status skip_decode(const System&, const kvm_preset_params&, Preset* out) {
   out->text =
       "Nothing is set: the engine appends token t to its n(t) layers alone, the first w and the "
@@ -378,6 +407,7 @@ constexpr System kSystems[] = {
     {"gear4", 0, store_rows, KVM_CODEC_GEAR4_CHANNEL, KVM_CODEC_GEAR4},
     {"gear2", 0, store_rows, KVM_CODEC_GEAR2_CHANNEL, KVM_CODEC_GEAR2},
     {"yi_lightning", kWindow | kSlack, yi_lightning},
+    {"minicache", kPairs, minicache},
     {"skip_decode", 0, skip_decode},
     {"unified_layer_skipping", kSpeedUp, unified_layer_skipping},
 };
@@ -389,7 +419,6 @@ struct Missing {
 };
 
 constexpr Missing kMissing[] = {
-    {"minicache", "layers that share directions and keep their norms (KVM_LAYER_PAIR)"},
     {"snapkv", "a choice by the last queries of a prompt alone; h2o chooses by all of them"},
 };
 
@@ -435,6 +464,9 @@ Status check_numbers(const System& system, const kvm_preset_params& params) {
   if (params.speed_up != 0 && (system.takes & kSpeedUp) == 0) {
     return refuse(system, "speed_up", said(uint64_t{params.speed_up}));
   }
+  if (params.n_pairs != 0 && (system.takes & kPairs) == 0) {
+    return refuse(system, "n_pairs", said(uint64_t{params.n_pairs}));
+  }
   if (params.window != 0 && (system.takes & kWindow) == 0) {
     return refuse(system, "window", said(params.window));
   }
@@ -475,9 +507,6 @@ Status check_room(const char* field, const std::vector<Entry>& entries, const En
 Result<Preset> resolve_preset(const kvm_preset_params& params) {
   KVM_TRY(check_flags(params.flags, 0, "kvm_preset_params"));
   KVM_TRY(check_reserved(params.reserved, std::size(params.reserved), "kvm_preset_params"));
-  if (params.reserved0 != 0) {
-    return invalid("kvm_preset_params.reserved0 must be 0");
-  }
   if (params.name == nullptr) {
     return invalid("kvm_preset_params.name is NULL");
   }

@@ -8,7 +8,7 @@
 //   params   Scaling::kRow   [kPageTokens] bf16: of each row
 //            Scaling::kPage  bf16 of the page as a whole: group_params of each row and 64 channels
 //                            of it, then channel_params of each channel, for all rows; and, of
-//                            codecs/gear.h, indices besides
+//                            codecs/gear.h, indices besides; of codecs/pair.h what PairLayout says
 //
 // Head h has them at h * head_rows_bytes(dim) and h * head_params_bytes(dim) of planes that hold
 // all heads of the page. codecs/rows.h finds rows, codecs/convert.h encodes and decodes them.
@@ -31,6 +31,9 @@ namespace kvm::codecs {
 
 enum class Scaling : uint8_t { kNone, kRow, kPage };
 
+// A PairSide says which of the two layers that a page of codecs/pair.h holds is read.
+enum class PairSide : uint8_t { kNone, kShallow, kDeep };
+
 // What a reader needs to know about an encoding.
 struct Codec {
   // What has parameters of its own by token: so many channels.
@@ -49,6 +52,8 @@ struct Codec {
   uint8_t rank = 0;      // of the low-rank part
   uint8_t outliers = 0;  // pairs (one largest, one smallest) of each channel or token, kept apart
   bool is_balanced = false;  // params of channels are factors of what was encoded
+  PairSide side = PairSide::kNone;
+  uint8_t pair_kept = 0;  // tokens whose rows of both layers are kept
 
   // Says whether a row is encoded without its neighbours, and can be read, replaced and found by an
   // index without them. Pages of the others are encoded whole.
@@ -68,6 +73,8 @@ struct Codec {
   }
   // Says whether it is one of codecs/gear.h.
   constexpr bool is_gear() const { return rank != 0 || outliers != 0; }
+  // Says whether it is one of codecs/pair.h.
+  constexpr bool is_pair() const { return side != PairSide::kNone; }
   constexpr uint32_t bits() const { return is_low_bits() ? low_bits : 8 * vec::elem_bytes(elem); }
   constexpr uint32_t last_code() const { return (1u << bits()) - 1; }
   constexpr uint32_t n_groups(uint32_t dim) const {
@@ -87,9 +94,15 @@ struct Codec {
   }
   // The params of a head.
   constexpr uint32_t n_scales(uint32_t dim) const {
-    return scaling == Scaling::kRow ? kPageTokens
-                                    : step_params(dim) + rank * (kPageTokens + dim) +
-                                          outliers * outlier_params() * n_vectors(dim);
+    return scaling == Scaling::kRow
+               ? kPageTokens
+               : step_params(dim) + rank * (kPageTokens + dim) +
+                     outliers * outlier_params() * n_vectors(dim) + pair_params(dim);
+  }
+  // Those of codecs/pair.h: a factor for each side and token, then which tokens are kept, and the
+  // deeper layer's rows of these.
+  constexpr uint32_t pair_params(uint32_t dim) const {
+    return is_pair() ? 4 * kPageTokens + pair_kept * (1 + dim * bits() / 16) : 0;
   }
   // Those of tokens' groups and of channels, which come first.
   constexpr uint32_t step_params(uint32_t dim) const {
@@ -141,10 +154,66 @@ inline constexpr std::array kCodecs = {
           true},
 };
 
+// A page of two layers is read through a codec of its own for each side: ids from kFirstPair on, of
+// rows as fp32, fp16 or bf16, and of 4, 8, ... 60 kept tokens. Nobody outside asks for one by its
+// id; pages come to have them (KVM_LAYER_PAIR).
+inline constexpr uint32_t kFirstPair = 128;
+inline constexpr uint32_t kPairStep = 4;
+inline constexpr uint32_t kPairCounts = kPageTokens / kPairStep - 1;
+
+// Says whether rows of this codec can be those of a pair.
+constexpr bool can_pair(CodecId rows) {
+  return rows == CodecId::kF32 || rows == CodecId::kF16 || rows == CodecId::kBf16;
+}
+
+// REQUIRES: can_pair(rows); n_kept is a multiple of kPairStep between 0 and kPageTokens.
+constexpr CodecId pair_codec(CodecId rows, PairSide side, uint32_t n_kept) {
+  const uint32_t family = 2 * (static_cast<uint32_t>(rows) - 1) + (side == PairSide::kDeep ? 1 : 0);
+  return static_cast<CodecId>(kFirstPair + family * kPairCounts + n_kept / kPairStep - 1);
+}
+
+namespace internal {
+constexpr auto make_pair_codecs() {
+  std::array<Codec, 6 * kPairCounts> codecs;
+  for (const CodecId rows : {CodecId::kF32, CodecId::kF16, CodecId::kBf16}) {
+    for (const PairSide side : {PairSide::kShallow, PairSide::kDeep}) {
+      for (uint32_t n_kept = kPairStep; n_kept < kPageTokens; n_kept += kPairStep) {
+        const CodecId id = pair_codec(rows, side, n_kept);
+        const Codec& own = kCodecs[static_cast<size_t>(rows) - 1];
+        Codec& codec = codecs[static_cast<size_t>(id) - kFirstPair];
+        codec.id = id;
+        codec.name = rows == CodecId::kF32   ? "fp32 pair"
+                     : rows == CodecId::kF16 ? "fp16 pair"
+                                             : "bf16 pair";
+        codec.elem = own.elem;
+        codec.scaling = Scaling::kPage;
+        codec.tail = rows;
+        codec.side = side;
+        codec.pair_kept = static_cast<uint8_t>(n_kept);
+      }
+    }
+  }
+  return codecs;
+}
+}  // namespace internal
+
+inline constexpr auto kPairCodecs = internal::make_pair_codecs();
+static_assert(kCodecs.size() < kFirstPair && kFirstPair + kPairCodecs.size() <= 256);
+
+// Of those that may be asked for.
 constexpr bool codec_is_known(uint32_t value) { return value - 1 < kCodecs.size(); }
 
-// REQUIRES: codec_is_known.
-constexpr const Codec& codec_of(CodecId id) { return kCodecs[static_cast<size_t>(id) - 1]; }
+// REQUIRES: codec_is_known, or it is of a pair.
+constexpr const Codec& codec_of(CodecId id) {
+  const auto number = static_cast<size_t>(id);
+  return number < kFirstPair ? kCodecs[number - 1] : kPairCodecs[number - kFirstPair];
+}
+
+// The codec of the same page that reads the other layer, or this one; others are what they are.
+constexpr CodecId seen_from(PairSide side, CodecId id) {
+  const Codec& codec = codec_of(id);
+  return codec.is_pair() ? pair_codec(codec.tail, side, codec.pair_kept) : id;
+}
 
 // The codec of that name; null where there is none.
 constexpr const Codec* find_codec(std::string_view name) {

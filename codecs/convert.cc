@@ -12,6 +12,7 @@
 #include "codecs/int8.h"
 #include "codecs/int8_channel.h"
 #include "codecs/low_bits.h"
+#include "codecs/pair.h"
 #include "codecs/rows.h"
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -114,8 +115,8 @@ void copy_params(const SourceRows& source, const TargetRows& target, uint64_t n_
       const uint64_t channels = kPageTokens * n_slot;
       std::copy_n(params_of(source, head) + source.slot * n_slot, n_rows * n_slot,
                   params_of(target, head) + target.slot * n_slot);
-      // What is of the page as a whole goes with it. Parts of codecs/gear.h name slots.
-      KVM_ASSERT(!codec.is_gear() || source.slot == target.slot);
+      // What is of the page as a whole goes with it. Parts of codecs/gear.h and pair.h name slots.
+      KVM_ASSERT((!codec.is_gear() && !codec.is_pair()) || source.slot == target.slot);
       std::copy_n(params_of(source, head) + channels, codec.n_scales(dim) - channels,
                   params_of(target, head) + channels);
       continue;
@@ -343,6 +344,10 @@ void decode_scaled(const void* src, CodecId codec, const void* params, uint32_t 
                    uint32_t slot, uint32_t n_rows, uint32_t n, float* dst) {
   const auto* scales = static_cast<const uint16_t*>(params);
   const auto* bytes = static_cast<const uint8_t*>(src);
+  if (codec_of(codec).is_pair()) {
+    decode_pair(codec_of(codec), bytes, scales, row_dim, slot, n_rows, n, dst);
+    return;
+  }
   if (codec_of(codec).is_gear()) {
     decode_gear(codec_of(codec), bytes, scales, row_dim, slot, n_rows, n, dst);
     return;

@@ -65,8 +65,8 @@ TargetRows writable_rows(const KvPlane& plane, uint32_t dim, uint32_t slot);
 // Converts rows of dim channels of n_rows tokens times n_heads heads. What becomes int8 or fp8:
 // codecs/int8.h, float8.h.
 // Where the codec of both is scaled by page, the heads of target take over the parameters of
-// source, and whatever else they hold means nothing any more; of codecs/gear.h from slots to the
-// same slots.
+// source, and whatever else they hold means nothing any more; of codecs/gear.h and pair.h from
+// slots to the same slots.
 // REQUIRES: rows of target overlap neither each other nor source; dim <= kMaxScaledRow where the
 // codecs differ and one is scaled; rows of target stand alone where the codecs differ.
 //

@@ -444,21 +444,35 @@ enum {
   KVM_LAYER_OWN = 0,    /* the layer stores its own K and V */
   KVM_LAYER_ALIAS = 1,  /* reads the store of layer `target`; append to it is an error */
   KVM_LAYER_ABSENT = 2, /* stores nothing and cannot be attended */
-  KVM_LAYER_PAIR = 3    /* reserved for storage shared by two layers: UNSUPPORTED */
+  /* MiniCache (Liu et al., arXiv 2405.14366): the layer and the one below it, which is OWN, share
+   * directions. Pages of 64 tokens that are full and committed in both become one: of each token
+   * and kv head, K and V apart, the direction between those of the two rows, and both lengths. The
+   * shallower row is read with an error of 2 sin(pair_t w / 2) of its length, the deeper one of
+   * 2 sin((1 - pair_t) w / 2), where w is the angle between them; lengths are exact. Of each page
+   * the pair_gamma tokens with the largest angles keep both rows as they are. At head_dim 128, bf16
+   * and .05 a pair takes 54.7 % of the bytes of two layers. A page with a row that is not finite,
+   * or of a length above 2^100 or below 2^-100 that is not 0, stays two. What is cut off a page
+   * leaves it as it is; appending to the rest makes two of it again, whose rows are what was read
+   * of it before. Both layers have the same kv heads, dims, policies (FULL or SINKS_RECENT) and
+   * codecs (F32, F16 or BF16), and no index; their pages stay in memory, and kvm_seq_save is
+   * UNSUPPORTED. UNSUPPORTED by a kvmd that does not know it. */
+  KVM_LAYER_PAIR = 3
 };
 
 /* Overrides for a range of layers. Later entries win over earlier ones. */
 typedef struct kvm_layer_params {
   uint32_t layer_begin;
-  uint32_t n_layers;   /* at least 1 */
+  uint32_t n_layers;   /* at least 1; PAIR: 1, the deeper layer of a pair */
   uint32_t kind;       /* KVM_LAYER_* */
-  uint32_t target;     /* ALIAS: a layer of kind OWN with the same head counts and dims */
+  uint32_t target;     /* ALIAS: a layer of kind OWN with the same head counts and dims; PAIR: 0 */
   uint32_t n_q_heads;  /* 0: as the space */
   uint32_t n_kv_heads; /* 0: as the space; must divide n_q_heads into groups of 1 to 128 */
   uint64_t window;     /* query at p sees keys at positions > p - window; 0: all */
   uint32_t head_dim_k; /* multiple of 8, 8 to 576; 0: as the space, of an ALIAS as its target */
   uint32_t head_dim_v; /* likewise */
-  uint64_t reserved[1];
+  float pair_t;     /* PAIR: weight of the deeper row's direction, up to 1; 0: .6. Others: 0 */
+  float pair_gamma; /* PAIR: share of tokens that keep both rows, in sixteenths, rounded up; 1:
+                     * nothing is shared; 0: .05. Others: 0 */
 } kvm_layer_params;
 
 enum {
@@ -773,6 +787,8 @@ typedef struct kvm_space_params {
  *   "gear4", "gear2"          the same, and what codes lose in low rank and outliers (2403.05527)
  *   "yi_lightning"            of 4 layers 3 with a window of 4,096 tokens, the fourth full, full
  *                             ones in pairs that share (2412.01253)
+ *   "minicache"               the last n_pairs pairs of layers as KVM_LAYER_PAIR, with .6 and .05
+ *                             (2405.14366)
  *   "skip_decode"             no entries: text says which layers a token reaches (2307.02628)
  *   "unified_layer_skipping"  KVM_RETAIN_PROMPT for the layers that decoding skips at speed_up
  *                             (2404.06954) */
@@ -788,7 +804,7 @@ typedef struct kvm_preset_params {
   /* Of n_tokens, how much a head keeps beside d2o's sinks, or is read of it: above 0, up to 1. 0:
    * the paper's. INVALID for systems that know no share. */
   float share;
-  uint32_t reserved0; /* zero */
+  uint32_t n_pairs;   /* minicache: up to n_layers / 2; 0: n_layers / 4, half of the layers */
   uint64_t window;    /* yi_lightning: tokens; 0: 4096 */
   uint64_t slack;     /* as in kvm_policy_params; INVALID where a preset has no such entries */
   /* [n_layers][2] duo_attention, razor_attention: bit h: kv head h of the layer does not retrieve;
@@ -828,10 +844,11 @@ KVM_API const char *kvm_preset_name(uint32_t index);
  * those of a user: the programs of one user share a space by its name, those of others have their
  * own of that name.
  * Fails:   EXISTS (the name has other parameters; the sentence names the first that differs),
- *          INVALID, UNSUPPORTED (KVM_LAYER_PAIR, proposal GRAPH, an index of heads with
- *          dims above 256, KVM_SPACE_V_IN_K or alibi_slopes, or whose codec has no rows to be read
- *          one by one; alibi_slopes by a kvmd of protocol 1.5), LIMIT (max_spaces; parameters of
- *          more than about 128,000 bytes with all arrays, to a daemon), TIMEOUT.
+ *          INVALID, UNSUPPORTED (proposal GRAPH, an index of heads with dims above 256,
+ *          KVM_SPACE_V_IN_K or alibi_slopes, of a layer that pairs, or whose codec has no rows to
+ *          be read one by one; policies and codecs that KVM_LAYER_PAIR does not take; alibi_slopes
+ *          by a kvmd of protocol 1.5), LIMIT (max_spaces; parameters of more than about 128,000
+ *          bytes with all arrays, to a daemon), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_space_register(kvm_client *client, const kvm_space_params *params,
                                       kvm_space_id *out);
@@ -1173,10 +1190,10 @@ enum {
  * meanwhile and are not part of it. Answered when no crash of the service or of the machine takes
  * the snapshot any more. That may take longer than a control call waits: a TIMEOUT says no more
  * than that it goes on. kvm_seq_save_async has no such limit.
- * Fails:   UNSUPPORTED, INVALID (name, flags), EXISTS, PARTIAL (kvm_seq_drop has dropped some of
- *          it), QUOTA (snapshot_bytes), NO_SPACE (the disk tier is full), IO, NOT_FOUND, STALE,
- *          LOST, PERMISSION (of another client), TIMEOUT; a snapshot that had the name is as
- *          before. Threads: any. */
+ * Fails:   UNSUPPORTED (also of a space with KVM_LAYER_PAIR), INVALID (name, flags), EXISTS,
+ *          PARTIAL (kvm_seq_drop has dropped some), QUOTA (snapshot_bytes), NO_SPACE (the disk is
+ *          full), IO, NOT_FOUND, STALE, LOST, PERMISSION (of another client), TIMEOUT; a snapshot
+ *          that had the name is as before. Threads: any. */
 KVM_API kvm_status kvm_seq_save(kvm_client *client, kvm_seq_id seq, const char *name,
                                 uint32_t flags);
 

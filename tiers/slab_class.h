@@ -61,12 +61,21 @@ struct SlabClass {
   bool stays() const { return is_kept || index_bytes != 0; }
 
   // The class of pages whose tokens are not all there yet: this one where rows stand alone. Of a
-  // list that has both, pages of this class are not longer.
+  // list that has both, pages of this class are not longer, but for pairs.
   SlabClass tail() const {
     SlabClass tail = *this;
     tail.codec_k = k().tail;
     tail.codec_v = v().tail;
     return tail;
+  }
+
+  // Pages of pairs are in the page table as those of the shallow side. The class that the same page
+  // is read through from the other; others are what they are.
+  SlabClass seen_from(codecs::PairSide side) const {
+    SlabClass seen = *this;
+    seen.codec_k = codecs::seen_from(side, codec_k);
+    seen.codec_v = codecs::seen_from(side, codec_v);
+    return seen;
   }
 
   // The size of one token of one head, parameters included.

@@ -16,7 +16,7 @@ enum class Arithmetic : uint8_t { kF32, kBf16, kScaled };
 
 Arithmetic arithmetic_of(CodecId id) {
   const codecs::Codec& codec = codecs::codec_of(id);
-  return codec.elem == vec::kElemBf16               ? Arithmetic::kBf16
+  return codec.kernel_elem() == vec::kElemBf16      ? Arithmetic::kBf16
          : codec.is_scaled() && codec.has_kernels() ? Arithmetic::kScaled
                                                     : Arithmetic::kF32;
 }

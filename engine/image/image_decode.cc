@@ -447,6 +447,9 @@ Result<SequenceImage> decode_image(std::span<const std::byte> body, const Space&
   KVM_TRY(check_same(from.policy_digest(), space.policy_digest, "policies", "what its heads keep"));
   KVM_TRY(check_same(from.fingerprint(), space.fingerprint, "fingerprint",
                      "of the weights, as the engine says"));
+  if (space.has_pairs) {
+    return corrupt_image("pages of two layers, which nobody saves");
+  }
   SequenceImage image;
   KVM_TRY(read_lists(from, space, page_bytes, &image));
   KVM_TRY(read_whole(from, space, &image));

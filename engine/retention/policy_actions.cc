@@ -50,6 +50,43 @@ std::vector<float> balances(const Sequence& seq, uint32_t layer, const tiers::Sl
                                 : std::vector<float>();
 }
 
+// The other list of a list that pairs; null where it does not.
+PageList* partner_list(Sequence* seq, uint32_t layer, uint32_t class_index) {
+  const Layer& own = seq->space().layers[layer];
+  return own.pairs() ? &seq->layer_lists(own.partner)[class_index] : nullptr;
+}
+
+// A Source is a page that is to be encoded anew; of a pair's layer with that of the other.
+struct Source {
+  PageEntry entry;
+  PageEntry shallow;
+};
+
+// Of pages of the deeper layer of a pair those that can be merged: both are as they were appended.
+void find_partners(const tiers::PageTable& pages, const PageList& shallow,
+                   const tiers::SlabClass& target, std::vector<Source>* sources) {
+  const auto can_merge = [&](const PageEntry& entry) {
+    return entry.count == kPageTokens && pages.slab_class(entry.page) == target.tail();
+  };
+  if (!sources->empty()) {
+    size_t next = 0;
+    shallow.for_each_between(
+        sources->front().entry.block, uint64_t{sources->back().entry.block} + 1,
+        [&](const PageEntry& entry) {
+          while (next < sources->size() && (*sources)[next].entry.block < entry.block) {
+            ++next;
+          }
+          if (next < sources->size() && (*sources)[next].entry.block == entry.block &&
+              can_merge(entry)) {
+            (*sources)[next].shallow = entry;
+          }
+        });
+  }
+  std::erase_if(*sources, [&](const Source& source) {
+    return source.shallow.page == tiers::kNoPage || !can_merge(source.entry);
+  });
+}
+
 // Takes pages for a part of a kDemote: as many as read about most_bytes and as there is room for,
 // one at least. *end: where the part ends.
 Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const policies::Action& action,
@@ -62,7 +99,9 @@ Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const polic
                                                target.page_bytes(), tiers::kExtentBytes));
   }
   const tiers::PageTable& pages = memory->pages();
-  std::vector<PageEntry> entries;
+  const HeadClass& head_class = seq->space().head_class(action.layer, action.class_index);
+  const bool merges = target.k().is_pair();
+  std::vector<Source> sources;
   uint64_t n_bytes = 0;
   *end = action.range.end;
   std::as_const(*seq).layer_lists(action.layer)[action.class_index].for_each_between(
@@ -73,18 +112,24 @@ Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const polic
             pages.slab_class(entry.page) == target || !pages.is_in_memory(entry.page)) {
           return;
         }
-        entries.push_back(entry);
-        n_bytes += pages.page_bytes(entry.page);
+        sources.push_back({.entry = entry, .shallow = {}});
+        n_bytes += pages.page_bytes(entry.page) * (merges ? 2 : 1);
         *end = n_bytes >= most_bytes ? entry.end() : *end;
       });
-  const HeadClass& head_class = seq->space().head_class(action.layer, action.class_index);
+  if (merges) {
+    KVM_ASSERT(head_class.side == codecs::PairSide::kDeep);
+    find_partners(pages, *partner_list(seq, action.layer, action.class_index), target, &sources);
+  }
   Recodings recodings(memory->bank(seq->account), target,
                       balances(*seq, action.layer, target, head_class));
-  for (const PageEntry& entry : entries) {
+  for (const auto& [entry, shallow] : sources) {
     Status status =
         memory->make_quota_room(seq->account, KvBytes::of(target.page_bytes(), target.stays()),
                                 "re-encoding, for a moment");
-    status = status.is_ok() ? recodings.add(entry) : status;
+    if (status.is_ok()) {
+      status = merges ? recodings.add_pair(shallow, entry, seq->space().layers[action.layer].pair_t)
+                      : recodings.add(entry);
+    }
     if (!status.is_ok() && recodings.size() == 0) {
       return status;
     }
@@ -109,7 +154,8 @@ Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action
   if (!recodings.run(0, recodings.size(), &scratch)) {
     return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for encoding");
   }
-  recodings.place(&seq->layer_lists(action.layer)[action.class_index]);
+  recodings.place(&seq->layer_lists(action.layer)[action.class_index],
+                  partner_list(seq, action.layer, action.class_index));
   return Status::ok();
 }
 
@@ -223,10 +269,17 @@ Status open_demote(StoreMemory* memory, RetentionSlice* slice, const policies::A
   RetentionSlice::Work work;
   work.action = action;
   work.list = layer.first_list + action.class_index;
+  policies::Action whole = action;
+  if (const PageList* other = partner_list(seq, action.layer, action.class_index);
+      other != nullptr) {
+    // A layer that tokens have left behind is waited for.
+    const uint64_t end = other->length() / kPageTokens * kPageTokens;
+    whole.range.end = std::clamp(end, action.range.begin, action.range.end);
+  }
   constexpr uint64_t kMostBytes = RetentionSlice::kSliceBytes / RetentionSlice::kEncodeWeight;
   KVM_TRY_ASSIGN(work.recodings,
-                 open_recodings(memory, seq, action, kMostBytes, &work.action.range.end));
-  *is_cut = work.action.range.end < action.range.end;
+                 open_recodings(memory, seq, whole, kMostBytes, &work.action.range.end));
+  *is_cut = work.action.range.end < whole.range.end;
   slice->add_demote(std::move(work), layer.classes[action.class_index].slab_class);
   return Status::ok();
 }
@@ -392,7 +445,8 @@ Status open_action(StoreMemory* memory, RetentionSlice* slice, const policies::A
 }
 
 void close_demote(Sequence* seq, RetentionSlice::Work* work) {
-  work->recodings.place(&seq->lists[work->list]);
+  work->recodings.place(&seq->lists[work->list],
+                        partner_list(seq, work->action.layer, work->action.class_index));
   if (!seq->settled_ends.empty()) {
     uint64_t& settled = seq->settled_ends[work->list];
     settled = std::max(settled, work->action.range.end);

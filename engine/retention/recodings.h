@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Recodings are full pages of a list on their way to another slab class: each one encoded anew, or
-// made of tokens of several.
+// made of tokens of several, or of the pages of both layers of a pair.
 //
 //   add(...)         driver   takes a page of the new class for each
 //   run(begin, end)  tasks    encode
@@ -52,16 +52,22 @@ class Recodings {
   // A page of these tokens of one head, in the place of the full page of `block`; they are read in
   // run(). REQUIRES: kPageTokens of them; the class has one head. Fails: likewise.
   Status add(uint32_t block, std::span<const TokenRef> tokens);
+  // A page of both, in the place of each: the layers of a pair. t: as codecs::encode_pair has it.
+  // REQUIRES: the pages are of the same block, full, and of the tail of the new class. Fails:
+  // likewise.
+  Status add_pair(const PageEntry& shallow, const PageEntry& deep, float t);
   uint32_t size() const { return static_cast<uint32_t>(pages_.size()); }
   // Bytes that encoding page i reads.
-  uint64_t read_bytes(uint32_t i) const { return pages_[i].from.page_bytes(); }
+  uint64_t read_bytes(uint32_t i) const {
+    return pages_[i].from.page_bytes() * (pages_[i].shallow != nullptr ? 2 : 1);
+  }
   // False: the machine refused memory for the scratch; these pages stay what they were.
   [[nodiscard]] bool run(uint32_t begin, uint32_t end, Workspace* scratch);
   // Says whether each of these could be encoded. After run().
   bool are_encoded(uint32_t begin, uint32_t end) const;
-  // Throws std::bad_alloc: some have been placed, and the rest may be later. Nothing after
-  // PageList::prepare_replace.
-  void place(PageList* list);
+  // shallow: the list of a pair's shallower layer, else null. Throws std::bad_alloc: some have been
+  // placed, and the rest may be later. Nothing after PageList::prepare_replace.
+  void place(PageList* list, PageList* shallow = nullptr);
 
  private:
   struct Page {
@@ -69,13 +75,16 @@ class Recodings {
     tiers::PageRef page = tiers::kNoPage;  // the new one
     tiers::SlabClass from;
     const std::byte* source = nullptr;
-    std::vector<TokenRef> tokens;  // where it is made of several pages' tokens
+    std::vector<TokenRef> tokens;        // where it is made of several pages' tokens
+    const std::byte* shallow = nullptr;  // where it is made of two, the other
+    float pair_t = 0;
     std::byte* target = nullptr;
     bool is_encoded = false;
   };
 
   Status take_page(Page&& page);
   bool gather(const Page& page, float* rows) const;
+  bool merge(const Page& page, float* scratch) const;
   const float* largest_q() const { return largest_q_.empty() ? nullptr : largest_q_.data(); }
 
   std::optional<PageBank> bank_;  // as long as there are pages

@@ -85,7 +85,9 @@ void KeptPrefixes::note_fork(kvm_seq_id seq) {
 }
 
 void KeptPrefixes::save(kvm_seq_id seq) {
-  if (kept_.contains(seq)) {
+  const Result<Sequence*> found = store_->find_any_seq(seq);
+  const bool stays = found.is_ok() && found.value()->space().has_pairs;  // Snapshots saves none
+  if (stays || kept_.contains(seq)) {
     return;
   }
   try {

@@ -43,7 +43,8 @@ uint64_t largest_page_share(const Space& space) {
   uint64_t largest = 1;
   for (const Layer& layer : space.layers) {
     for (const HeadClass& cls : layer.classes) {
-      const uint64_t page_bytes = cls.slab_class.tail().page_bytes();
+      const uint64_t page_bytes =
+          std::max(cls.slab_class.page_bytes(), cls.slab_class.tail().page_bytes());
       largest = std::max(largest, tiers::kExtentBytes / (tiers::kExtentBytes / page_bytes));
     }
   }

@@ -249,6 +249,13 @@ Status Snapshots::begin(std::unique_ptr<Work> work, const Sequence* seq) {
   ended_.reserve(works_.size() + 1 + ended_.size());
   switch (what.verb) {
     case SnapshotVerb::kSave: {
+      if (seq->space().has_pairs) {
+        return {
+            KVM_ERR_UNSUPPORTED,
+            fmt::format("the space \"{}\" has layers with KVM_LAYER_PAIR; pages that two layers "
+                        "share stay in memory, and sequences of it are not saved",
+                        seq->space().name)};
+      }
       const auto found = names_.find(work->object.key);
       if ((what.flags & kSaveReplace) == 0 && found != names_.end() && found->second.is_there) {
         return {KVM_ERR_EXISTS, fmt::format("there is a snapshot \"{}\" already", what.name)};

@@ -55,6 +55,9 @@ std::string layout_text(const Space& space) {
       fmt::format_to(std::back_inserter(text), "layer {} alias {}\n", i, layer.storage_layer);
     } else if (layer.kind == KVM_LAYER_ABSENT) {
       fmt::format_to(std::back_inserter(text), "layer {} absent\n", i);
+    } else if (layer.pairs() && layer.partner < i) {
+      fmt::format_to(std::back_inserter(text), "layer {} pair {} {} {}\n", i, layer.partner,
+                     layer.pair_t, layer.pair_kept);
     }
   }
   return text_of(space, std::move(text), [&](uint32_t layer, uint32_t head) {

@@ -258,20 +258,49 @@ Status resolve_rope(const SpaceSpec& spec, Space* space) {
   return Status::ok();
 }
 
+// What only KVM_LAYER_PAIR takes.
+Status check_pair_params(const std::string& where, const kvm_layer_params& params) {
+  if (params.kind != KVM_LAYER_PAIR) {
+    return params.pair_t == 0 && params.pair_gamma == 0
+               ? Status::ok()
+               : invalid(where + " has pair_t " + text(params.pair_t) + " and pair_gamma " +
+                         text(params.pair_gamma) + "; without KVM_LAYER_PAIR both must be 0");
+  }
+  if (params.n_layers != 1) {
+    return invalid(where + ".n_layers is " + text(params.n_layers) +
+                   "; with KVM_LAYER_PAIR it must be 1: an entry is the deeper layer of one pair");
+  }
+  if (params.target != 0) {
+    return invalid(where + ".target is " + text(params.target) +
+                   "; with KVM_LAYER_PAIR it must be 0: the partner is the layer below");
+  }
+  for (const auto& [field, value] :
+       {std::pair{".pair_t", params.pair_t}, std::pair{".pair_gamma", params.pair_gamma}}) {
+    if (!(value >= 0 && value <= 1)) {
+      return invalid(where + field + " is " + text(value) +
+                     "; it must be above 0, up to 1, or 0 for the default");
+    }
+  }
+  return Status::ok();
+}
+
+// Of 64 tokens: gamma of them, in whole steps, and one step at least.
+uint32_t pair_kept_of(float gamma) {
+  constexpr uint32_t kSteps = kPageTokens / codecs::kPairStep;
+  const float steps = std::ceil((gamma == 0 ? 0.05f : gamma) * kSteps);
+  return codecs::kPairStep * std::clamp(static_cast<uint32_t>(steps), 1u, kSteps);
+}
+
 Status apply_layer_override(const SpaceSpec& spec, size_t index, Space* space) {
   const kvm_layer_params& params = spec.layers[index];
   const std::string where = entry("layers", index);
-  KVM_TRY(check_reserved(where + ".reserved", params.reserved, std::size(params.reserved)));
   uint32_t end = 0;
   KVM_TRY(resolve_layers(where, params.layer_begin, params.n_layers, false, space->n_layers, &end));
-  if (params.kind == KVM_LAYER_PAIR) {
-    return Status(KVM_ERR_UNSUPPORTED,
-                  where + ".kind is KVM_LAYER_PAIR (3); this service does not offer it");
-  }
-  if (params.kind > KVM_LAYER_ABSENT) {
+  if (params.kind > KVM_LAYER_PAIR) {
     return invalid(where + ".kind is " + text(params.kind) + "; it must be KVM_LAYER_OWN (0), " +
-                   "KVM_LAYER_ALIAS (1) or KVM_LAYER_ABSENT (2)");
+                   "KVM_LAYER_ALIAS (1), KVM_LAYER_ABSENT (2) or KVM_LAYER_PAIR (3)");
   }
+  KVM_TRY(check_pair_params(where, params));
   if (params.kind == KVM_LAYER_ALIAS && params.target >= space->n_layers) {
     return invalid(where + ".target is " + text(params.target) + "; the space has " +
                    text(space->n_layers) + " layers");
@@ -296,6 +325,42 @@ Status apply_layer_override(const SpaceSpec& spec, size_t index, Space* space) {
     layer.window = params.window;
     layer.dim_k = params.head_dim_k;
     layer.dim_v = params.head_dim_v;
+    const bool is_pair = params.kind == KVM_LAYER_PAIR;
+    layer.pair_t = !is_pair ? 0.0f : params.pair_t == 0 ? 0.6f : params.pair_t;
+    layer.pair_kept = is_pair ? pair_kept_of(params.pair_gamma) : 0;
+  }
+  return Status::ok();
+}
+
+// Layers of pairs know each other, and are OWN from here on.
+Status resolve_pairs(Space* space) {
+  for (uint32_t i = 0; i < space->n_layers; ++i) {
+    Layer& deep = space->layers[i];
+    if (deep.kind != KVM_LAYER_PAIR) {
+      continue;
+    }
+    const std::string which = "layer " + text(i) + " is KVM_LAYER_PAIR";
+    if (i == 0) {
+      return invalid(which + ", and there is no layer below it to be its partner");
+    }
+    Layer& shallow = space->layers[i - 1];
+    if (shallow.kind != KVM_LAYER_OWN || shallow.partner != Layer::kNoPartner) {
+      return invalid(which + ", and the layer below it is " +
+                     (shallow.kind == KVM_LAYER_OWN     ? "the deeper one of a pair itself"
+                      : shallow.kind == KVM_LAYER_ALIAS ? "an alias"
+                                                        : "absent") +
+                     "; its partner must store K and V of its own");
+    }
+    if (shallow.n_kv_heads != deep.n_kv_heads) {
+      return invalid(which + " with " + text(deep.n_kv_heads) + " kv heads, and its partner has " +
+                     text(shallow.n_kv_heads) + "; they must agree");
+    }
+    shallow.partner = i;
+    shallow.pair_t = deep.pair_t;
+    shallow.pair_kept = deep.pair_kept;
+    deep.partner = i - 1;
+    deep.kind = KVM_LAYER_OWN;
+    space->has_pairs = space->has_pairs || deep.pairs();
   }
   return Status::ok();
 }
@@ -334,6 +399,7 @@ Status resolve_layer_map(const SpaceSpec& spec, Space* space) {
   for (size_t i = 0; i < spec.layers.size(); ++i) {
     KVM_TRY(apply_layer_override(spec, i, space));
   }
+  KVM_TRY(resolve_pairs(space));
   for (uint32_t i = 0; i < space->n_layers; ++i) {
     const Layer& layer = space->layers[i];
     space->n_own_layers += layer.kind == KVM_LAYER_OWN ? 1 : 0;
@@ -663,6 +729,44 @@ Status check_demoted(const Space& space, const HeadConfigs& configs) {
   return Status::ok();
 }
 
+// Both layers of a pair hold the same tokens, as rows that have a direction and a length.
+Status check_pairs(const Space& space, const HeadConfigs& configs) {
+  for (uint32_t i = 0; i < space.n_layers; ++i) {
+    const Layer& deep = space.layers[i];
+    if (deep.partner == Layer::kNoPartner || deep.partner > i) {
+      continue;
+    }
+    const Layer& shallow = space.layers[deep.partner];
+    const std::string pair = "layers " + text(deep.partner) + " and " + text(i) + " are a pair";
+    if (shallow.dim_k != deep.dim_k || shallow.dim_v != deep.dim_v) {
+      return invalid(pair + " with head dims " + text(shallow.dim_k) + "/" + text(shallow.dim_v) +
+                     " and " + text(deep.dim_k) + "/" + text(deep.dim_v) + "; they must agree");
+    }
+    for (uint32_t head = 0; head < deep.n_kv_heads; ++head) {
+      const HeadConfig& config = configs[i][head];
+      if (configs[deep.partner][head] != config) {
+        return invalid(pair + ", and kv head " + text(head) +
+                       " has another policy or codec in one than in the other; they must agree");
+      }
+      if (config.retention.kind > KVM_RETAIN_SINKS_RECENT) {
+        return Status(
+            KVM_ERR_UNSUPPORTED,
+            pair + ", and kv head " + text(head) + " has retention " + text(config.retention.kind) +
+                ": both layers must hold the same tokens, which KVM_RETAIN_FULL (0) and " +
+                "KVM_RETAIN_SINKS_RECENT (1) see to");
+      }
+      for (const CodecId id : {config.codec_k, config.codec_v}) {
+        if (!codecs::can_pair(id)) {
+          return Status(KVM_ERR_UNSUPPORTED, pair + ", and kv head " + text(head) + " has codec " +
+                                                 codecs::codec_of(id).name +
+                                                 ", and only fp32, fp16 and bf16 can be shared");
+        }
+      }
+    }
+  }
+  return Status::ok();
+}
+
 Status check_index(const std::string& where, const kvm_index_params& params) {
   KVM_TRY(check_reserved(where + ".reserved", params.reserved, std::size(params.reserved)));
   if (params.kind > KVM_INDEX_LSH) {
@@ -743,6 +847,9 @@ Status apply_indexes(const SpaceSpec& spec, Space* space) {
 
 // Why a head of a layer can have no index, as the end of a sentence; empty where it can.
 std::string why_not_indexed(const Space& space, const Layer& layer, const HeadConfig& config) {
+  if (layer.pairs()) {
+    return "its layer is one of a pair, whose pages have no rows that can be read one by one";
+  }
   for (const CodecId id : {config.codec_k, config.codec_v}) {
     const codecs::Codec& codec = codecs::codec_of(id);
     if (!codec.rows_stand_alone()) {  // an index leads to single rows
@@ -839,7 +946,7 @@ uint32_t choose_groups(tiers::SlabClass slab_class, uint32_t n_heads) {
   uint64_t best_waste = UINT64_MAX;
   for (uint32_t n_groups = 1; n_groups <= n_heads; ++n_groups) {
     slab_class.n_heads = static_cast<uint16_t>((n_heads + n_groups - 1) / n_groups);
-    if (slab_class.tail().page_bytes() > tiers::kExtentBytes) {
+    if (std::max(slab_class.page_bytes(), slab_class.tail().page_bytes()) > tiers::kExtentBytes) {
       continue;
     }
     const uint64_t waste = waste_bytes(slab_class);
@@ -855,14 +962,24 @@ uint32_t choose_groups(tiers::SlabClass slab_class, uint32_t n_heads) {
 }
 
 void add_classes(const HeadConfig& config, const std::vector<uint16_t>& heads, const Space& space,
-                 Layer* layer) {
+                 uint32_t index, Layer* layer) {
   tiers::SlabClass slab_class = {.codec_k = config.codec_k,
                                  .codec_v = config.codec_v,
                                  .dim_k = static_cast<uint16_t>(layer->dim_k),
                                  .dim_v = static_cast<uint16_t>(layer->dim_v),
                                  .v_in_k = space.v_in_k,
-                                 // A policy reads what it gives up of such heads.
-                                 .is_kept = config.retention.is_per_head()};
+                                 // A policy reads what it gives up of such heads; a page of two
+                                 // lists goes nowhere without both.
+                                 .is_kept = config.retention.is_per_head() || layer->pairs()};
+  codecs::PairSide side = codecs::PairSide::kNone;
+  if (layer->pairs()) {
+    side = layer->partner < index ? codecs::PairSide::kDeep : codecs::PairSide::kShallow;
+    const auto pair_of = [&](CodecId rows) {
+      return codecs::pair_codec(rows, codecs::PairSide::kShallow, layer->pair_kept);
+    };
+    slab_class.codec_k = pair_of(config.codec_k);
+    slab_class.codec_v = pair_of(config.codec_v);
+  }
   const uint32_t n_heads = static_cast<uint32_t>(heads.size());
   const uint32_t n_groups =
       config.retention.is_per_head() ? n_heads : choose_groups(slab_class, n_heads);
@@ -871,6 +988,7 @@ void add_classes(const HeadConfig& config, const std::vector<uint16_t>& heads, c
     const uint32_t end = n_heads * (group + 1) / n_groups;
     HeadClass head_class;
     head_class.retention = config.retention;
+    head_class.side = side;
     head_class.slab_class = slab_class;
     head_class.slab_class.n_heads = static_cast<uint16_t>(end - begin);
     if (config.demoted_k != CodecId::kNone) {
@@ -908,10 +1026,17 @@ void make_classes(const HeadConfigs& configs, Space* space) {
           done[head] = true;
         }
       }
-      add_classes(configs[i][first], heads, *space, &layer);
+      add_classes(configs[i][first], heads, *space, i, &layer);
     }
     for (const HeadClass& head_class : layer.classes) {
-      space->bytes_per_token += head_class.slab_class.n_heads * head_class.slab_class.token_bytes();
+      if (space->has_pairs) {
+        space->list_sides.push_back(head_class.side);
+      }
+      // Pages of a pair count once.
+      space->bytes_per_token +=
+          head_class.side == codecs::PairSide::kShallow
+              ? 0
+              : head_class.slab_class.n_heads * head_class.slab_class.token_bytes();
       space->settles = space->settles || head_class.settles();
       space->shares_budgets =
           space->shares_budgets || head_class.retention.budgets != KVM_BUDGETS_EQUAL;
@@ -961,6 +1086,9 @@ Status compare_layer(const Space& space, uint32_t index, const Layer& there, con
   KVM_TRY(compare("n_q_heads", there.n_q_heads, here.n_q_heads));
   KVM_TRY(compare("n_kv_heads", there.n_kv_heads, here.n_kv_heads));
   KVM_TRY(compare("window", there.window, here.window));
+  KVM_TRY(compare("partner", there.partner, here.partner));
+  KVM_TRY(compare_field(space, (where + "pair_t").c_str(), there.pair_t, here.pair_t));
+  KVM_TRY(compare("pair_gamma * 64", there.pair_kept, here.pair_kept));
   KVM_TRY(compare("head_dim_k", there.dim_k, here.dim_k));
   KVM_TRY(compare("head_dim_v", there.dim_v, here.dim_v));
   KVM_TRY(compare_field(space, "softmax_scale", there.softmax_scale, here.softmax_scale));
@@ -1049,6 +1177,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(check_prompt_layers(*space, configs));
   KVM_TRY(apply_codecs(spec, *space, &configs));
   KVM_TRY(check_demoted(*space, configs));
+  KVM_TRY(check_pairs(*space, configs));
   KVM_TRY(apply_indexes(spec, space.get()));
   KVM_TRY(check_indexed(configs, *space));
   leave_out_indexes(configs, space.get());

@@ -71,6 +71,9 @@ struct HeadClass {
   std::vector<uint16_t> kv_heads;  // ascending; head i of a page is kv head kv_heads[i]
   Retention retention;
   tiers::SlabClass slab_class;  // of pages that are full and committed; of the others its tail()
+  // KVM_LAYER_PAIR: which of its layers this is. Both have the same classes; a page that is full
+  // and committed in both is one page, which the lists of both refer to.
+  codecs::PairSide side = codecs::PairSide::kNone;
   // KVM_MERGE_DEMOTED: of pages of demoted tokens, which stand in the places of pages whose tokens
   // went elsewhere; positions mean nothing within them. n_heads is 0 else.
   tiers::SlabClass demoted;
@@ -78,6 +81,11 @@ struct HeadClass {
   // Says whether pages are encoded anew once they are full and committed.
   bool settles() const { return slab_class != slab_class.tail(); }
   bool demotes() const { return demoted.n_heads != 0; }
+  bool is_paired() const { return side != codecs::PairSide::kNone; }
+  // How heads of this class read a page.
+  tiers::SlabClass seen(const tiers::SlabClass& of_page) const {
+    return is_paired() ? of_page.seen_from(side) : of_page;
+  }
   // Says whether pages of a list may differ in class.
   bool has_classes() const { return settles() || demotes(); }
   // Of the rows that are kept of pages that go.
@@ -121,11 +129,18 @@ struct HeadPlace {
 };
 
 struct Layer {
-  uint32_t kind = KVM_LAYER_OWN;
-  uint32_t storage_layer = 0;  // itself; ALIAS: the target. ABSENT: itself, and nothing is there
+  static constexpr uint32_t kNoPartner = UINT32_MAX;
+
+  uint32_t kind = KVM_LAYER_OWN;  // of a pair: OWN, since each has lists of its own
+  uint32_t storage_layer = 0;     // itself; ALIAS: the target. ABSENT: itself, and nothing is there
   uint32_t n_q_heads = 0;
   uint32_t n_kv_heads = 0;
   uint64_t window = 0;  // query at p sees keys at positions > p - window; 0: all
+  // KVM_LAYER_PAIR: the other layer of the pair, which is this one's neighbour, and in both what
+  // the pages of both are made with: weight of the deeper one, tokens of 64 that are kept apart.
+  uint32_t partner = kNoPartner;
+  float pair_t = 0;
+  uint32_t pair_kept = 0;
   uint32_t dim_k = 0;
   uint32_t dim_v = 0;
   float softmax_scale = 0;
@@ -136,6 +151,8 @@ struct Layer {
   std::vector<IndexConfig> indexes;  // [n_kv_heads], or empty: no head has one
 
   uint32_t group() const { return n_q_heads / n_kv_heads; }
+  // Says whether pages of the layer become those of a pair. A pair that keeps all tokens has none.
+  bool pairs() const { return partner != kNoPartner && pair_kept < kPageTokens; }
 };
 
 // A HeadVisibility says what the queries of one head see because of the layer's window and the
@@ -183,10 +200,12 @@ struct Space {
   uint32_t n_own_layers = 0;
   uint32_t n_lists = 0;  // head classes over all OWN layers
   uint64_t bytes_per_token = 0;
-  bool has_indexes = false;     // of some layer
-  bool settles = false;         // some head class does
-  bool shares_budgets = false;  // likewise, among layers
-  bool awaits_prompt = false;   // some head class gives up nothing before the prompt ends
+  bool has_indexes = false;                  // of some layer
+  bool settles = false;                      // some head class does
+  bool has_pairs = false;                    // some layers pair
+  std::vector<codecs::PairSide> list_sides;  // [n_lists] of their classes; empty: no layers pair
+  bool shares_budgets = false;               // likewise, among layers
+  bool awaits_prompt = false;  // some head class gives up nothing before the prompt ends
   // engine/space/digest.h.
   Digest layout_digest{};
   Digest policy_digest{};
@@ -201,6 +220,16 @@ struct Space {
   const HeadClass& head_class(uint32_t layer, uint32_t class_index) const {
     KVM_ASSERT(class_index < storage(layer).classes.size());
     return storage(layer).classes[class_index];
+  }
+  // Returns the list that says how far those of a class have been settled (Sequence::settled_ends):
+  // of a pair the deeper layer's. REQUIRES: the layer is OWN.
+  uint32_t settling_list(uint32_t layer, uint32_t class_index) const {
+    const bool is_shallow = head_class(layer, class_index).side == codecs::PairSide::kShallow;
+    return layers[is_shallow ? layers[layer].partner : layer].first_list + class_index;
+  }
+  // Returns which side of pairs' pages a list of a sequence reads.
+  codecs::PairSide list_side(size_t list) const {
+    return list_sides.empty() ? codecs::PairSide::kNone : list_sides[list];
   }
   // Returns where kv head `head` of `layer` (OWN or ALIAS) is stored.
   HeadPlace place(uint32_t layer, uint32_t head) const {
@@ -225,7 +254,7 @@ struct Space {
 
 // Validates a specification and resolves it.
 // Fails: INVALID (the sentence names the field, its value and what is allowed), UNSUPPORTED
-// (KVM_LAYER_PAIR, a default proposal GRAPH).
+// (a default proposal GRAPH, an index or a policy where there can be none).
 Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec);
 
 // OK when both describe the same geometry and identity; else EXISTS with a sentence that names the

@@ -378,11 +378,11 @@ Status PageList::reserve(uint64_t n_tokens, const SlabClass& slab_class, const P
   return Status::ok();
 }
 
-bool PageList::copy_tail(const PageTable& pages) const {
+bool PageList::copy_tail(const PageTable& pages, codecs::PairSide side) const {
   if (pending_tail_ == kNoPage || tail_.page == kNoPage) {
     return false;
   }
-  copy_page_rows(pages, tail_.page, pending_tail_, tail_.first, tail_.count);
+  copy_page_rows(pages, tail_.page, pending_tail_, side, tail_.first, tail_.count);
   return true;
 }
 
@@ -777,9 +777,10 @@ bool encode_page(const SlabClass& from, const std::byte* source, const SlabClass
                                            to.dim_v, nullptr, scratch));
 }
 
-void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, uint32_t first,
-                    uint32_t count) {
-  const SlabClass& a = pages.slab_class(from);
+void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, codecs::PairSide side,
+                    uint32_t first, uint32_t count) {
+  const SlabClass a = side == codecs::PairSide::kNone ? pages.slab_class(from)
+                                                      : pages.slab_class(from).seen_from(side);
   const SlabClass& b = pages.slab_class(to);
   KVM_ASSERT(hold_alike(a, b));
   const std::byte* source = pages.data(from);

@@ -197,8 +197,9 @@ class PageList {
   // ENSURES: publishing it needs no memory.
   Status reserve(uint64_t n_tokens, const tiers::SlabClass& slab_class, const PageBank& bank);
   // Copies the tail's tokens into the reserved copy of the tail page, if there is one. Returns
-  // whether there was.
-  bool copy_tail(const tiers::PageTable& pages) const;
+  // whether there was. side: of a pair's layer, which rows of a pair's page are the list's.
+  bool copy_tail(const tiers::PageTable& pages,
+                 codecs::PairSide side = codecs::PairSide::kNone) const;
   // The page that the reserved token at `position` goes to, and the reserved tokens that go there
   // from it on. REQUIRES: length() <= position < reserved_length().
   PageEntry reserved_piece(uint64_t position) const;
@@ -371,9 +372,9 @@ class PageList {
                                const float* largest_q, float* scratch);
 
 // Copies rows [first, first + count) of every head from one page to another, converting where the
-// slab classes differ. REQUIRES: both have the same heads and dims.
+// slab classes differ. side: as copy_tail has it. REQUIRES: both have the same heads and dims.
 void copy_page_rows(const tiers::PageTable& pages, tiers::PageRef from, tiers::PageRef to,
-                    uint32_t first, uint32_t count);
+                    codecs::PairSide side, uint32_t first, uint32_t count);
 
 }  // namespace kvm::engine
 

@@ -21,7 +21,9 @@ void add_settled(const Space& space, bool is_read, std::vector<Governed>* govern
   for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
     const std::vector<HeadClass>& classes = space.layers[layer].classes;
     for (uint32_t i = 0; i < classes.size(); ++i) {
-      if (classes[i].settles() && classes[i].retention.is_per_head() == is_read) {
+      // The deeper layer settles both of a pair.
+      if (classes[i].settles() && classes[i].retention.is_per_head() == is_read &&
+          classes[i].side != codecs::PairSide::kShallow) {
         settled.members.push_back({layer, i});
       }
     }

@@ -77,7 +77,7 @@ struct Sequence {
   // Per Governed of the space: the commit point at which the policy wants to be asked again.
   std::vector<uint64_t> next_commits;
   // [Space::n_lists], or empty: no list settles. Full pages at positions before it are stored as
-  // their class says, or cannot be.
+  // their class says, or cannot be. Of a pair the deeper layer's lists speak for both.
   std::vector<uint64_t> settled_ends;
   policies::EventSet due_events = 0;  // that policies have not been asked about
   // Where heads wait for the prompt's end: where it is (UINT64_MAX: not known), and, where budgets

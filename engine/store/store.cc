@@ -520,15 +520,23 @@ kvm_seq_info Store::seq_info(const Sequence* seq) const {
   const auto is_paid = [seq](const auto& charged) {
     return charged != nullptr && StoreMemory::payer(charged) == seq->account;
   };
-  for (const PageList& list : seq->lists) {
+  for (uint32_t i = 0; i < seq->lists.size(); ++i) {
+    const PageList& list = seq->lists[i];
     info.n_entries_dropped += list.n_dropped();
+    const codecs::PairSide side = seq->space().list_side(i);
     list.for_each([&](const PageEntry& entry, bool shared) {
+      // A page of a pair is in two lists: it counts in the deeper layer's.
+      const bool is_pair = pages.slab_class(entry.page).k().is_pair();
+      if (is_pair && side == codecs::PairSide::kShallow) {
+        return;
+      }
+      const uint32_t n_own = is_pair ? 2 : 1;
       const uint64_t page_bytes = pages.page_bytes(entry.page);
       ++info.n_pages;
       info.bytes += page_bytes;
       info.bytes_paid += pages.payer(entry.page) == seq->account->payer ? page_bytes : 0;
       info.bytes_away += pages.is_in_memory(entry.page) ? 0 : page_bytes;
-      info.bytes_shared += shared || pages.n_refs(entry.page) > 1 ? page_bytes : 0;
+      info.bytes_shared += shared || pages.n_refs(entry.page) > n_own ? page_bytes : 0;
     });
   }
   for (const ObservedRef& ref : seq->observed) {

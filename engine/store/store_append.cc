@@ -176,8 +176,9 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
     const std::span<const PageList> lists =
         std::as_const(*items[i].seq).layer_lists(items[i].layer);
     for (uint32_t c = 0; c < lists.size(); ++c) {
-      memory_.counts().n_pages_copied += lists[c].copy_tail(memory_.pages()) ? 1 : 0;
       const HeadClass& head_class = items[i].seq->space().head_class(items[i].layer, c);
+      memory_.counts().n_pages_copied +=
+          lists[c].copy_tail(memory_.pages(), head_class.side) ? 1 : 0;
       if (items[i].restores) {
         add_restored(memory_.pages(), lists[c], items[i],
                      {.item = i, .class_index = c, .cls = &head_class}, pieces);
@@ -205,7 +206,6 @@ Status Store::reserve_append(std::span<const AppendItem> items, std::vector<Appe
 
 void Store::publish_restored(const AppendItem& item) {
   Sequence* const seq = item.seq;
-  const uint32_t first_list = seq->space().layers[item.layer].first_list;
   const std::span<PageList> lists = seq->layer_lists(item.layer);
   for (uint32_t i = 0; i < lists.size(); ++i) {
     const uint64_t n_pages = lists[i].restored().size();
@@ -216,7 +216,7 @@ void Store::publish_restored(const AppendItem& item) {
     memory_.counts().bytes_appended += n_pages * head_class.slab_class.tail().page_bytes();
     lists[i].publish(memory_.bank(seq->account));
     if (head_class.settles()) {
-      uint64_t& settled_end = seq->settled_ends[first_list + i];
+      uint64_t& settled_end = seq->settled_ends[seq->space().settling_list(item.layer, i)];
       settled_end = std::min(settled_end, item.position);
       note(seq, policies::Event::kCommitted);
       std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);

@@ -186,7 +186,10 @@ Result<bool> Store::give_part(Sequence* seq, Account* taker, uint64_t max_pages)
   if (!giving->is_taken) {
     const bool is_summed =
         walk_pages(*pages, *seq, giving, max_pages, [&](const tiers::PageRef page) {
-          giving->expected_bytes += PageBank::bytes_of(*pages, page);
+          // A page of a pair is in two lists: it counts in the deeper layer's.
+          const bool counts = seq->space().list_side(giving->list) != codecs::PairSide::kShallow ||
+                              !pages->slab_class(page).k().is_pair();
+          giving->expected_bytes += counts ? PageBank::bytes_of(*pages, page) : KvBytes();
         });
     if (!is_summed) {
       return false;

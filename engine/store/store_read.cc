@@ -24,8 +24,8 @@ KvRun tokens_of(const tiers::SlabClass& slab_class, const PageEntry& entry) {
   return run;
 }
 
-KvRun run_of(const tiers::PageTable& pages, const PageEntry& entry) {
-  const tiers::SlabClass& slab_class = pages.slab_class(entry.page);
+KvRun run_of(const tiers::PageTable& pages, const HeadClass& head_class, const PageEntry& entry) {
+  const tiers::SlabClass slab_class = head_class.seen(pages.slab_class(entry.page));
   KvRun run = tokens_of(slab_class, entry);
   point_to_page(slab_class, pages.data(entry.page), &run);
   return run;
@@ -45,6 +45,7 @@ void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_ind
   if (lists.empty()) {
     return;
   }
+  const HeadClass& head_class = seq->space().head_class(layer, class_index);
   const uint32_t list = seq->space().storage(layer).first_list + class_index;
   const MeanEntry* mean = seq->mean_entries.empty() ? nullptr : seq->mean_entries[list].get();
   mean = mean == nullptr || mean->n_tokens == 0 ? nullptr : mean;
@@ -64,7 +65,7 @@ void Store::collect_runs(const Sequence* seq, uint32_t layer, uint32_t class_ind
     }
     const tiers::PageTable& pages = memory_.pages();
     if (pages.is_in_memory(entry.page)) {
-      runs->push_back(run_of(pages, entry));
+      runs->push_back(run_of(pages, head_class, entry));
       return;
     }
     KVM_ASSERT(away != nullptr);
@@ -100,9 +101,10 @@ bool are_in_memory(const StoreMemory& memory, const Sequence* seq, uint32_t laye
 void collect_between(const StoreMemory& memory, const Sequence* seq, uint32_t layer,
                      uint32_t class_index, uint64_t block_begin, uint64_t block_end,
                      std::vector<KvRun>* runs) {
+  const HeadClass& head_class = seq->space().head_class(layer, class_index);
   seq->layer_lists(layer)[class_index].for_each_between(
       block_begin, block_end,
-      [&](const PageEntry& entry) { runs->push_back(run_of(memory.pages(), entry)); });
+      [&](const PageEntry& entry) { runs->push_back(run_of(memory.pages(), head_class, entry)); });
 }
 
 void Store::pin_pages(const Sequence* seq, uint32_t layer, uint32_t class_index,

@@ -49,6 +49,9 @@ void check_space(const engine::Space& space) {
       KVM_ASSERT(layer.storage_layer < space.n_layers);
       continue;
     }
+    if (layer.partner != engine::Layer::kNoPartner) {
+      KVM_ASSERT(space.layers.at(layer.partner).classes.size() == layer.classes.size());
+    }
     size_t n_heads = 0;
     for (const engine::HeadClass& head_class : layer.classes) {
       n_heads += head_class.kv_heads.size();

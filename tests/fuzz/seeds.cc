@@ -340,16 +340,21 @@ Seeds policy_seeds() {
                              .codec_v = KVM_CODEC_BF16,
                              .demoted_k = KVM_CODEC_I2_BALANCED,
                              .demoted_v = KVM_CODEC_I2});
+  SpaceSpec pairing = space();
+  pairing.layers.push_back({.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_PAIR});
+  pairing.layers.push_back({.layer_begin = 3,
+                            .n_layers = 1,
+                            .kind = KVM_LAYER_PAIR,
+                            .pair_t = 0.5f,
+                            .pair_gamma = 0.9f});
   SpaceSpec indexed = space();
   indexed.indexes.push_back({.kind = KVM_INDEX_SKETCH, .min_tokens = 512});
   indexed.indexes.push_back(
       {.layer_begin = 2, .kind = KVM_INDEX_LSH, .lsh_bits = 8, .lsh_tables = 20});
   indexed.sink_logits.assign(32, 0.5f);
-  return {{"streaming", policy(streaming)},
-          {"mixed", policy(mixed)},
-          {"demoting", policy(demoting)},
-          {"indexed", policy(indexed)},
-          {"plain", policy(space())}};
+  return {{"streaming", policy(streaming)}, {"mixed", policy(mixed)},
+          {"demoting", policy(demoting)},   {"pairing", policy(pairing)},
+          {"indexed", policy(indexed)},     {"plain", policy(space())}};
 }
 
 }  // namespace kvm::testing

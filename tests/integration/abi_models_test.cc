@@ -353,9 +353,11 @@ TEST_F(AbiModels, LayersThatShareOrStoreNothing) {
 
   kvm_space_params hybrid = params_of({"jamba", 32, 32, 8, 128});
   const kvm_layer_params sparse[] = {
-      {0, 32, KVM_LAYER_ABSENT, 0, 0, 0, 0, 0, 0, {}}, {4, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, {}},
-      {12, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, {}},    {20, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, {}},
-      {28, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, {}},
+      {0, 32, KVM_LAYER_ABSENT, 0, 0, 0, 0, 0, 0, 0, 0},
+      {4, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, 0, 0},
+      {12, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, 0, 0},
+      {20, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, 0, 0},
+      {28, 1, KVM_LAYER_OWN, 0, 0, 0, 0, 0, 0, 0, 0},
   };
   hybrid.layers = sparse;
   hybrid.n_layer_params = 5;

@@ -208,6 +208,7 @@ class CompositionMemory : public PairTest {
     const char* const column = extra == Extra::kWindow  ? "window of a layer"
                                : extra == Extra::kAlibi ? "`alibi_slopes`"
                                : extra == Extra::kVInK  ? "`KVM_SPACE_V_IN_K`"
+                               : extra == Extra::kPair  ? "`KVM_LAYER_PAIR`"
                                                         : "`KVM_LAYER_ALIAS`";
     Pair pair;
     std::string fact = add_space(policy, codec, KVM_INDEX_NONE, &pair, extra);
@@ -260,7 +261,8 @@ TEST_F(CompositionMemory, IsAsThePageSays) {
         run_modes(with_long_window, codec, kind, is_run);
       }
       if (is_run) {
-        for (const Extra extra : {Extra::kWindow, Extra::kAlibi, Extra::kVInK, Extra::kAlias}) {
+        for (const Extra extra :
+             {Extra::kWindow, Extra::kAlibi, Extra::kVInK, Extra::kAlias, Extra::kPair}) {
           const bool is_grown = codec.k == KVM_CODEC_BF16 || codec.k == KVM_CODEC_I4_CHANNEL;
           run_extra(policy, codec, extra, is_grown || by_day(0, 1) != 0);
         }

@@ -47,7 +47,8 @@ enum class Extra {
   kWindow,  // a window of 100 in each layer
   kAlibi,   // slopes of both q heads
   kVInK,    // V is K
-  kAlias    // the last layer reads the store of the first
+  kAlias,   // the last layer reads the store of the first
+  kPair     // both layers share directions
 };
 
 // A space of a policy and a codec.

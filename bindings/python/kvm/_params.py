@@ -90,12 +90,15 @@ class Layer:
     window: int = 0  #: a query at p sees keys at positions > p - window; 0: all
     head_dim: int = 0  #: of keys; 0: as the space, of an ALIAS as its target
     head_dim_v: int = 0
+    pair_t: float = 0.0  #: PAIR: weight of this layer's directions; 0: 0.6
+    pair_gamma: float = 0.0  #: PAIR: share of tokens that keep the rows of both layers; 0: 0.05
 
     def _fields(self) -> dict[str, Any]:
         return {"layer_begin": self.begin, "n_layers": self.n_layers, "kind": int(self.kind),
                 "target": self.target, "n_q_heads": self.n_q_heads,
                 "n_kv_heads": self.n_kv_heads, "window": self.window,
-                "head_dim_k": self.head_dim, "head_dim_v": self.head_dim_v}
+                "head_dim_k": self.head_dim, "head_dim_v": self.head_dim_v,
+                "pair_t": self.pair_t, "pair_gamma": self.pair_gamma}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ from ._errors import text
 from ._heads import HeadFile, read_heads
 from ._params import Codec, Index, Layer, Policy, mask_of
 
-_NUMBERS = {"n_tokens": int, "share": float, "speed_up": int, "window": int, "slack": int}
+_NUMBERS = {"n_tokens": int, "share": float, "speed_up": int, "window": int, "slack": int,
+            "n_pairs": int}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Preset:
     share: float = 0.0  #: of n_tokens that a head keeps, or that is read of it
     speed_up: int = 0  #: unified_layer_skipping: one of so many layers decodes
     window: int = 0  #: yi_lightning: tokens
+    n_pairs: int = 0  #: minicache: pairs of layers, from the last on; 0: half of the layers pair
     slack: int = 0  #: tokens kept beyond windows, so that truncating has room
     #: duo_attention, razor_attention: of each layer the kv heads that do not retrieve, as
     #: `read_heads` gives them, for instance
@@ -122,7 +124,8 @@ def _heads(mask: tuple[int, int]) -> tuple[int, ...] | None:
 
 def _layer(entry: dict[str, Any]) -> Layer:
     return Layer(entry["layer_begin"], entry["n_layers"], LayerKind(entry["kind"]),
-                 entry["target"], window=entry["window"])
+                 entry["target"], window=entry["window"], pair_t=entry["pair_t"],
+                 pair_gamma=entry["pair_gamma"])
 
 
 def _policy(entry: dict[str, Any]) -> Policy:

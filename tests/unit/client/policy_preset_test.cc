@@ -216,6 +216,31 @@ TEST(PolicyPreset, Kivi) {
   EXPECT_EQ(four.codecs[0].codec_v, uint32_t{KVM_CODEC_I4});
 }
 
+// From the middle of the model on, unless the caller says how many.
+TEST(PolicyPreset, MiniCache) {
+  const Preset preset = resolve(params_of("minicache"));
+  EXPECT_EQ(layers_of(preset.layers), std::vector<uint32_t>({17, 19, 21, 23, 25, 27, 29, 31}));
+  for (const kvm_layer_params& layer : preset.layers) {
+    EXPECT_EQ(layer.kind, uint32_t{KVM_LAYER_PAIR});
+    EXPECT_EQ(layer.n_layers, 1u);
+    EXPECT_EQ(layer.target, 0u);
+    EXPECT_EQ(layer.pair_t, 0.6f);
+    EXPECT_EQ(layer.pair_gamma, 0.05f);
+  }
+  EXPECT_NE(preset.text.find("Layers 16-31 share"), std::string::npos) << preset.text;
+  kvm_preset_params params = params_of("minicache", 7);
+  params.n_pairs = 3;
+  EXPECT_EQ(layers_of(resolve(params).layers), std::vector<uint32_t>({2, 4, 6}));
+  params.n_pairs = 4;
+  expect_refused(params, KVM_ERR_INVALID, "n_pairs is 4 of 7 layers; it must be at most 3");
+  EXPECT_EQ(layers_of(resolve(params_of("minicache", 3)).layers), std::vector<uint32_t>({2}));
+  expect_refused(params_of("minicache", 1), KVM_ERR_INVALID,
+                 "n_layers is 1; a pair of minicache is of two: there must be at least 2");
+  params = params_of("h2o");
+  params.n_pairs = 1;
+  expect_refused(params, KVM_ERR_INVALID, "n_pairs is 1; preset h2o has no use for it");
+}
+
 // The published 82.8 % at 64K tokens: 3 of 4 layers have a window of 4,096 tokens, full ones share
 // in pairs.
 TEST(PolicyPreset, YiLightning) {
@@ -308,14 +333,14 @@ TEST(PolicyPreset, NamesAreListed) {
     EXPECT_LT(preset.text.size(), sizeof(kvm_preset{}.text)) << name;
     EXPECT_LE(preset.policies.size(), 32u) << name;
   }
-  EXPECT_EQ(n, 15u);
+  EXPECT_EQ(n, 16u);
   EXPECT_EQ(preset_name(UINT32_MAX), nullptr);
 }
 
 TEST(PolicyPreset, UnknownNamesHaveANearest) {
   const std::string all =
       "full, streaming_llm, duo_attention, razor_attention, h2o, mikv, alisa, d2o, kivi, kivi4, "
-      "gear4, gear2, yi_lightning, skip_decode, unified_layer_skipping";
+      "gear4, gear2, yi_lightning, minicache, skip_decode, unified_layer_skipping";
   const std::pair<const char*, const char*> cases[] = {
       {"h20", "h2o"},
       {"streamingllm", "streaming_llm"},
@@ -330,7 +355,7 @@ TEST(PolicyPreset, UnknownNamesHaveANearest) {
     expect_refused(params_of(far), KVM_ERR_NOT_FOUND,
                    std::string("no preset is called \"") + far + "\"; there are " + all);
   }
-  EXPECT_EQ(resolve_preset(params_of("minicache")).status().code(), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(resolve_preset(params_of("snapkv")).status().code(), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(resolve_preset(params_of(nullptr)).status().code(), KVM_ERR_INVALID);
 }
 

@@ -543,6 +543,17 @@ TEST(Snapshot, QuotasHold) {
   }
 }
 
+TEST(Snapshot, PagesOfPairsAreNotSaved) {
+  Kind paired = {"paired", plain_spec("paired")};
+  paired.spec.layers = {{.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_PAIR}};
+  World world(paired);
+  const kvm_seq_id seq = world.make();
+  const Status status = world.save(seq, "it").status;
+  EXPECT_EQ(status.code(), KVM_ERR_UNSUPPORTED);
+  EXPECT_NE(status.message().find("KVM_LAYER_PAIR"), std::string::npos) << status.message();
+  EXPECT_EQ(world.load("it").status.code(), KVM_ERR_NOT_FOUND);
+}
+
 TEST(Snapshot, ASpaceThatDiffersIsRefused) {
   World world(kinds()[0]);
   const kvm_seq_id seq = world.make();

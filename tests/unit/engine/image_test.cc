@@ -444,6 +444,20 @@ TEST(Image, AnotherVersionIsNamed) {
   rig.forget(saved);
 }
 
+// Nobody saves pages that two layers share, so an image that has some is not ours.
+TEST(Image, PagesOfPairsAreRefused) {
+  ImageRig rig;
+  Kind paired = {"paired", make_spec("paired", 2, 2)};
+  paired.spec.layers = {{.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_PAIR}};
+  Sequence* seq = make(rig, paired);
+  const Saved saved = rig.save(seq);
+  Status status;
+  EXPECT_EQ(rig.load(saved, seq->record->id, &status), nullptr);
+  EXPECT_EQ(status.code(), KVM_ERR_CORRUPT);
+  EXPECT_NE(status.message().find("pages of two layers"), std::string::npos) << status.message();
+  rig.forget(saved);
+}
+
 // Pages of other sizes than the lists say, or fewer, or more.
 TEST(Image, PagesFitTheirLists) {
   for (const int change : {0, 1, 2}) {

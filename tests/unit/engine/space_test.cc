@@ -37,6 +37,14 @@ kvm_codec_params demoted_to(uint32_t codec, uint32_t demoted) {
   return {.codec_k = codec, .codec_v = codec, .demoted_k = demoted, .demoted_v = demoted};
 }
 
+kvm_layer_params pair_at(uint32_t layer, float t = 0, float gamma = 0) {
+  return {.layer_begin = layer,
+          .n_layers = 1,
+          .kind = KVM_LAYER_PAIR,
+          .pair_t = t,
+          .pair_gamma = gamma};
+}
+
 const std::vector<BadSpec>& bad_specs() {
   static const std::vector<BadSpec> specs = {
       {"name has 0", [](SpaceSpec* s) { s->name = ""; }},
@@ -208,8 +216,66 @@ const std::vector<BadSpec>& bad_specs() {
       {"layers[0].n_layers is 4294967295",
        [](SpaceSpec* s) { s->layers = {{.layer_begin = 1, .n_layers = UINT32_MAX}}; }},
       {"layers[0].kind is 9", [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = 9}}; }},
-      {"KVM_LAYER_PAIR",
-       [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = KVM_LAYER_PAIR}}; },
+      {"layer 0 is KVM_LAYER_PAIR, and there is no layer below it",
+       [](SpaceSpec* s) { s->layers = {pair_at(0)}; }},
+      {"layer 2 is KVM_LAYER_PAIR, and the layer below it is the deeper one of a pair itself",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(1), pair_at(2)};
+       }},
+      {"layer 2 is KVM_LAYER_PAIR, and the layer below it is an alias",
+       [](SpaceSpec* s) {
+         s->layers = {{.layer_begin = 1, .n_layers = 1, .kind = KVM_LAYER_ALIAS}, pair_at(2)};
+       }},
+      {"layers[0].n_layers is 2; with KVM_LAYER_PAIR it must be 1",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(1)};
+         s->layers[0].n_layers = 2;
+       }},
+      {"layers[0].target is 1; with KVM_LAYER_PAIR it must be 0",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(2)};
+         s->layers[0].target = 1;
+       }},
+      {"layers[0].pair_t is 1.5", [](SpaceSpec* s) { s->layers = {pair_at(1, 1.5f)}; }},
+      {"layers[0].pair_t is nan", [](SpaceSpec* s) { s->layers = {pair_at(1, std::nanf(""))}; }},
+      {"layers[0].pair_gamma is -0.1", [](SpaceSpec* s) { s->layers = {pair_at(1, 0, -0.1f)}; }},
+      {"layers[0] has pair_t 0.5",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(1, 0.5f)};
+         s->layers[0].kind = KVM_LAYER_OWN;
+       }},
+      {"layer 1 is KVM_LAYER_PAIR with 2 kv heads, and its partner has 4",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(1)};
+         s->layers[0].n_kv_heads = 2;
+       }},
+      {"layers 0 and 1 are a pair with head dims 8/8 and 16/8",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(1)};
+         s->layers[0].head_dim_k = 16;
+       }},
+      {"layers 0 and 1 are a pair, and kv head 2 has another policy or codec",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(1)};
+         s->policies = {sinks_recent(1, 0b100, 0, 1)};
+       }},
+      {"layers 0 and 1 are a pair, and kv head 0 has retention 3",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(1)};
+         s->policies = {{.retention = KVM_RETAIN_HEAVY, .n_recent = 1, .n_heavy = 1}};
+       },
+       KVM_ERR_UNSUPPORTED},
+      {"layers 0 and 1 are a pair, and kv head 0 has codec int8",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(1)};
+         s->params.codec = KVM_CODEC_I8;
+       },
+       KVM_ERR_UNSUPPORTED},
+      {"kv head 0 of layer 1 has index 1 and its layer is one of a pair",
+       [](SpaceSpec* s) {
+         s->layers = {pair_at(2)};
+         s->indexes = {{.layer_begin = 1, .kind = KVM_INDEX_SKETCH}};
+       },
        KVM_ERR_UNSUPPORTED},
       {"layers[0].target is 3",
        [](SpaceSpec* s) { s->layers = {{.n_layers = 1, .kind = KVM_LAYER_ALIAS, .target = 3}}; }},

@@ -322,7 +322,8 @@ pub struct kvm_layer_params {
     pub window: u64,
     pub head_dim_k: u32,
     pub head_dim_v: u32,
-    pub reserved: [u64; 1],
+    pub pair_t: f32,
+    pub pair_gamma: f32,
 }
 
 impl Default for kvm_layer_params {
@@ -460,7 +461,7 @@ pub struct kvm_preset_params {
     pub speed_up: u32,
     pub n_tokens: u64,
     pub share: f32,
-    pub reserved0: u32,
+    pub n_pairs: u32,
     pub window: u64,
     pub slack: u64,
     pub kv_head_masks: *const u64,

@@ -31,6 +31,7 @@ pub struct Preset {
     n_tokens: u64,
     share: f32,
     speed_up: u32,
+    n_pairs: u32,
     window: u64,
     slack: u64,
     masks: Option<Vec<[u64; 2]>>,
@@ -89,6 +90,13 @@ impl Preset {
     #[must_use]
     pub fn speed_up(mut self, speed_up: u32) -> Self {
         self.speed_up = speed_up;
+        self
+    }
+
+    /// `minicache`: pairs of layers, from the last on. Default: a quarter of the layers.
+    #[must_use]
+    pub fn pairs(mut self, n_pairs: u32) -> Self {
+        self.n_pairs = n_pairs;
         self
     }
 
@@ -154,6 +162,7 @@ impl Preset {
             n_tokens: self.n_tokens,
             share: self.share,
             speed_up: self.speed_up,
+            n_pairs: self.n_pairs,
             window: self.window,
             slack: self.slack,
             kv_head_masks: self

@@ -64,6 +64,9 @@ pub enum LayerKind {
     },
     /// Nothing, and cannot be attended.
     Absent,
+    /// Its lengths, and directions that it shares with the layer below it, of kind `Own`
+    /// (`MiniCache`). The entry is of this layer alone.
+    Pair,
 }
 
 /// Overrides for a range of layers. Where several name a layer, the last wins.
@@ -101,9 +104,19 @@ impl LayerParams {
             LayerKind::Own => (sys::KVM_LAYER_OWN, 0),
             LayerKind::Alias { target } => (sys::KVM_LAYER_ALIAS, target),
             LayerKind::Absent => (sys::KVM_LAYER_ABSENT, 0),
+            LayerKind::Pair => (sys::KVM_LAYER_PAIR, 0),
         };
         self.raw.kind = kind;
         self.raw.target = target;
+        self
+    }
+
+    /// Of [`LayerKind::Pair`]: the weight of this layer's directions, and the share of tokens that
+    /// keep their rows of both layers, both up to 1; 0: 0.6 and 0.05.
+    #[must_use]
+    pub fn pair(mut self, t: f32, gamma: f32) -> Self {
+        self.raw.pair_t = t;
+        self.raw.pair_gamma = gamma;
         self
     }
 

@@ -81,7 +81,8 @@ structures! {
         window,
         head_dim_k,
         head_dim_v,
-        reserved,
+        pair_t,
+        pair_gamma,
     }
     kvm_policy_params {
         layer_begin,
@@ -162,7 +163,7 @@ structures! {
         speed_up,
         n_tokens,
         share,
-        reserved0,
+        n_pairs,
         window,
         slack,
         kv_head_masks,
