@@ -281,6 +281,28 @@ TEST_F(KeptPrefixesTest, AreThoseThatWerePublishedAndNotFreed) {
   EXPECT_GT(n_found, 30u);
 }
 
+// Whoever finds it forks what its hashes stand for, and what is saved is all of it.
+TEST_F(KeptPrefixesTest, HaveNoGapBehindWhatTheirHashesStandForEither) {
+  const kvm_space_id in = space("model");
+  const Hashes hashes = chain(1, 3, 0, 3);
+  const kvm_seq_id seq = sequence(in, 6 * kPageTokens, 1);
+  ASSERT_TRUE(run({.verb = SeqVerb::kDrop,
+                   .seq = seq,
+                   .range = {.begin = 4 * kPageTokens, .end = KVM_POSITION_END}})
+                  .status.is_ok());
+  EXPECT_EQ(publish(seq, hashes).code(), KVM_ERR_PARTIAL);
+  ASSERT_TRUE(
+      run({.verb = SeqVerb::kTruncate, .seq = seq, .n_tokens = 4 * kPageTokens}).status.is_ok());
+  ASSERT_TRUE(publish(seq, hashes).is_ok());
+  settle();
+  EXPECT_EQ(stats().n_saved, 1u);
+  restart();
+  (void)space("model");
+  settle();
+  EXPECT_EQ(stats().n_restored, 1u);
+  EXPECT_EQ(stats().n_failed_loads, 0u);
+}
+
 TEST_F(KeptPrefixesTest, OfAnotherPolicyAreLeftUntilTheyExpire) {
   const kvm_space_id in = space("model");
   const Hashes hashes = chain(1, 3, 0, 3);
