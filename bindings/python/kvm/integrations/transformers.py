@@ -130,7 +130,8 @@ class KvmCache(Cache):
     codec:     how keys and values are stored; None: as the model computes. "int8" and "fp8" take
                half of bfloat16.
     mode, eps, delta, budget, seed, proposal: how to attend, as in `Queue.step`. Chunks of a prefill
-               are answered exactly. Mode EXACT takes none of the others.
+               are answered exactly. Mode EXACT takes none of the others. None: as `policy` says, or
+               EXACT.
     policy, head_file, policies, codecs, indexes: as in `Client.register_space`; a head file of
                other weights than the model's is refused. With an approximate mode and no index
                every kv head gets `Index()`.
@@ -143,7 +144,7 @@ class KvmCache(Cache):
     truncate, fork and free; copy.deepcopy forks. One thread at a time.
     """
 
-    def __init__(self, model: Any, client: Client, *, codec: Any = None, mode: Mode = Mode.EXACT,
+    def __init__(self, model: Any, client: Client, *, codec: Any = None, mode: Mode | None = None,
                  proposal: Proposal = Proposal.DEFAULT, eps: float = 0.0, delta: float = 0.0,
                  budget: int = 0, seed: int = 0, f32_values: bool = False,
                  policy: Preset | str | None = None,
@@ -152,22 +153,23 @@ class KvmCache(Cache):
                  indexes: Iterable[Index] = (), manual_commit: bool = False,
                  name: str | None = None) -> None:
         check_wholes(LAST_64, budget=budget, seed=seed)
-        check_names(Mode, mode=mode)
+        if mode is not None:
+            check_names(Mode, mode=mode)
         check_names(Proposal, proposal=proposal)
         check_reals(eps=eps, delta=delta)
         others = {"eps": eps, "delta": delta, "budget": budget, "proposal": proposal}
         for what, value in others.items():
-            if mode == Mode.EXACT and value != 0:
+            if mode in (None, Mode.EXACT) and value != 0:
                 raise InvalidError(Status.INVALID, f"{what} is {value}, and mode is EXACT, which "
                                    "takes none; name another, such as kvm.Mode.SAMPLED")
+        preset = preset_of(policy, head_file)
+        if mode is None:  # what the space takes
+            mode = Mode.EXACT if preset is None else Mode.DEFAULT
         use_kvm(model)
-        of_indexes = list(indexes)
-        if mode not in (Mode.DEFAULT, Mode.EXACT) and not of_indexes:
-            of_indexes = [Index()]
         self.client = client
-        self.space: _ModelSpace = _register(model, client, name, codec,
-                                            preset_of(policy, head_file), list(policies),
-                                            list(codecs), of_indexes)
+        self.space: _ModelSpace = _register(model, client, name, codec, preset, list(policies),
+                                            list(codecs), list(indexes),
+                                            mode not in (Mode.DEFAULT, Mode.EXACT))
         self.stats = CacheStats()
         self._arguments: dict[str, Any] = {
             "mode": mode, "proposal": proposal, "eps": eps, "delta": delta, "budget": budget,
@@ -534,17 +536,23 @@ def check_heads(model: Any, heads: HeadFile) -> None:
 
 
 def _register(model: Any, client: Client, name: str | None, codec: Any, preset: Preset | None,
-              policies: list[Policy], codecs: list[Codec], indexes: list[Index]) -> _ModelSpace:
+              policies: list[Policy], codecs: list[Codec], indexes: list[Index],
+              needs_index: bool) -> _ModelSpace:
     config = model.config.get_text_config(decoder=True)
     n_layers, n_kv_heads = model_geometry(model)
     n_q_heads = config.num_attention_heads
     layers: list[Layer] = []
+    default_mode, default_budget = Mode.DEFAULT, 0
     if preset is not None:
         if isinstance(preset.heads, HeadFile):
             check_heads(model, preset.heads)
         system = preset.resolve(n_layers)
         layers, policies, codecs = (system.layers, system.policies + policies,
                                     system.codecs + codecs)
+        indexes = system.indexes + indexes
+        default_mode, default_budget = system.default_mode, system.default_budget
+    if needs_index and not indexes:
+        indexes = [Index()]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_q_heads
     windows = _windows(config, n_layers)
     softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
@@ -555,8 +563,11 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
         codec = _TYPES[model.dtype]
     digest = hashlib.sha256(config.to_json_string().encode()).digest()
     if name is None:
-        settings = hashlib.sha256(repr((codec, policies, codecs, indexes)).encode()).hexdigest()
-        name = f"{config.model_type}-{digest.hex()[:12]}-{settings[:12]}"
+        settings: tuple[Any, ...] = (codec, policies, codecs, indexes)
+        if default_mode != Mode.DEFAULT:
+            settings += (default_mode, default_budget)
+        settings_digest = hashlib.sha256(repr(settings).encode()).hexdigest()
+        name = f"{config.model_type}-{digest.hex()[:12]}-{settings_digest[:12]}"
     if n_q_heads // n_kv_heads > _MAX_GROUP:
         raise NotSupportedError(f"{n_q_heads // n_kv_heads} query heads for a kv head; kvm takes "
                                 f"{_MAX_GROUP}")
@@ -564,7 +575,8 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
         name, n_layers=n_layers, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
         codec=codec, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
         layers=layers + [Layer(i, window=window) for i, window in enumerate(windows) if window],
-        policies=policies, codecs=codecs, indexes=indexes)
+        policies=policies, codecs=codecs, indexes=indexes, default_mode=default_mode,
+        default_budget=default_budget)
     made = _ModelSpace(client, space.id, space._layer_shapes)
     made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None)
     return made
