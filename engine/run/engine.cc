@@ -607,6 +607,9 @@ Request* EngineImpl::take_request(ClientId client, RequestTag tag) {
   request->is_cancelled = false;
   request->is_running = false;
   request->room_number = 0;
+  request->has_waited_in_vain = false;
+  request->room_tried_bytes = 0;
+  request->tail_bytes = 0;
   request->is_abandoned.store(false, std::memory_order_relaxed);
   request->submitted_ns = now_ns();
   request->result = RequestResult{};
@@ -1052,6 +1055,7 @@ bool EngineImpl::fetch_tails(Request* request) {
     if (next.status().code() == KVM_ERR_NO_SPACE && wait_for_room(request)) {
       return true;
     }
+    request->tail_bytes += request->tails.size_bytes();
     enter_fetching(request);
     if (next.is_ok() && next.value() == TailFetch::Next::kClaimed) {
       tail_waiters_.push_back(*request);
@@ -1406,7 +1410,7 @@ bool EngineImpl::must_line_up(const Request* request) const {
 }
 
 bool EngineImpl::wait_for_room(Request* request) {
-  if (!may_wait_for_room(request)) {
+  if (request->has_waited_in_vain || !may_wait_for_room(request)) {
     return false;
   }
   uint64_t needed = 0;
@@ -1455,11 +1459,13 @@ bool EngineImpl::serve_room_waiter() {
   }
   // To try is more work than to count. Indexes stay as long as it may wait.
   const StoreMemory& memory = store_->memory();
+  const bool is_in_vain = !may_room_come();
   Request* request =
-      room_line_.take_turn(memory.capacity_bytes() - memory.needed_bytes(), !may_room_come());
+      room_line_.take_turn(memory.capacity_bytes() - memory.needed_bytes(), is_in_vain);
   if (request == nullptr) {
     return true;
   }
+  request->has_waited_in_vain = is_in_vain;
   room_line_.begin_serving(&clients_.at(request->client).room, request);
   // Before it reads anything: what it reads is not given up.
   store_->memory().pages().free_left_frames();

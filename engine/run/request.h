@@ -201,14 +201,19 @@ struct Request final : TaskSet, StreamListener, LineHook, NameHook {
   ClientId client = 0;
   RequestTag tag;
   Phase phase = Phase::kWaiting;
-  bool is_orphan = false;     // its client is gone: no callback
-  bool is_cancelled = false;  // before it computed
-  bool is_running = false;    // it counts as that: started, and not waiting for pages
-  bool is_next = false;       // it waits for a turn to run, once it has pages
-  bool is_reading = false;    // read_epoch has begun, and not ended
-  bool is_parked = false;     // it waits for room, has nothing of it, and reads nothing
-  uint64_t room_number = 0;   // its place among its client's; 0: it never waited for room
-  uint64_t room_bytes = 0;    // what it waits for, as it was when it began to
+  bool is_orphan = false;           // its client is gone: no callback
+  bool is_cancelled = false;        // before it computed
+  bool is_running = false;          // it counts as that: started, and not waiting for pages
+  bool is_next = false;             // it waits for a turn to run, once it has pages
+  bool is_reading = false;          // read_epoch has begun, and not ended
+  bool is_parked = false;           // it waits for room, has nothing of it, and reads nothing
+  uint64_t room_number = 0;         // its place among its client's; 0: it never waited for room
+  uint64_t room_bytes = 0;          // what it waits for, as it was when it began to
+  bool has_waited_in_vain = false;  // nothing may go any more: it waits no further
+  // Of the memory that was free when it was tried last, what others have not taken since; 0: it was
+  // not tried. And what its own tails took that came back for it since.
+  uint64_t room_tried_bytes = 0;
+  uint64_t tail_bytes = 0;
   // The same for tasks, which then do nothing: nobody sees what they would have written.
   std::atomic<bool> is_abandoned{false};
   uint64_t cost = 0;   // estimate, in bytes of K and V that are read or written

@@ -66,7 +66,14 @@ Request* RoomLine::take_turn(uint64_t free_bytes, bool is_in_vain) {
   Flow& flow = round_.front();
   round_.splice(round_.end(), round_, round_.begin());
   Request* request = &flow.line.front();
-  if (is_in_vain || may_have(*request, free_bytes)) {
+  // What was free and did not do is tried again once more is free: what the request itself brought
+  // back for the attempt, and what has gone since, is no more than there was.
+  request->room_tried_bytes =
+      std::min(request->room_tried_bytes, add_saturating(free_bytes, request->tail_bytes));
+  const bool is_news = request->room_tried_bytes == 0 || free_bytes > request->room_tried_bytes;
+  if (is_in_vain || (is_news && may_have(*request, free_bytes))) {
+    request->room_tried_bytes = free_bytes;
+    request->tail_bytes = 0;
     return request;
   }
   favoured_ = favoured_ == nullptr ? request : favoured_;

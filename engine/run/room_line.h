@@ -8,6 +8,8 @@
 //
 //   what is free is enough    it is served, and the client's next turn comes after all the others'
 //   it is not enough          the client keeps its place, and others are looked at
+//   it was, and did not do    the same, until more is free: memory that is free may be of pages of
+//                             another kind, and tails that come back for an attempt go again
 //
 // So that a large one is not passed for ever, the first that finds too little in its turn is
 // **favoured** until it is served: each that passes it must leave as much free as it takes, which

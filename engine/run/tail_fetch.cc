@@ -25,6 +25,7 @@ Result<tiers::PageTable::Move> begin_fetch(StoreMemory* memory, tiers::PageRef p
 Result<TailFetch::Next> TailFetch::begin(StoreMemory* memory, std::span<const AppendItem> items,
                                          StreamListener* listener) {
   KVM_ASSERT(!has_begun());
+  size_bytes_ = 0;
   const tiers::PageTable& pages = memory->pages();
   std::vector<tiers::PageRef> away;
   bool is_claimed = false;
@@ -55,6 +56,7 @@ Result<TailFetch::Next> TailFetch::begin(StoreMemory* memory, std::span<const Ap
     const Result<tiers::PageTable::Move> move = begin_fetch(memory, page);
     if (move.is_ok()) {
       reads_.add(move.value(), pages.place(page));
+      size_bytes_ += move.value().size_bytes;
     } else if (reads_.is_empty()) {
       return move.status();
     } else {

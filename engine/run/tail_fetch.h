@@ -30,6 +30,7 @@ class TailFetch {
   Result<Next> begin(StoreMemory* memory, std::span<const AppendItem> items,
                      StreamListener* listener);
   bool has_begun() const { return !reads_.is_empty(); }
+  uint64_t size_bytes() const { return size_bytes_; }  // of what has begun
   // Whether no transfer is in flight.
   bool is_over() { return reads_.is_over(); }
   // REQUIRES: is_over(). Returns the first error.
@@ -37,6 +38,7 @@ class TailFetch {
 
  private:
   PageTransfers reads_;
+  uint64_t size_bytes_ = 0;
 };
 
 }  // namespace kvm::engine
