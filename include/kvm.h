@@ -1039,7 +1039,7 @@ KVM_API kvm_status kvm_prefix_hashes(const kvm_prefix_hash *before, const uint32
  * Fails:   as kvm_seq_publish; INVALID (n_hashes is 0 or above 65536, or a layer of the sequence is
  *          shorter than that; keep_ns is above 2^62); UNSUPPORTED (a head keeps tokens by what
  *          queries asked, KVM_RETAIN_HEAVY: what it holds is not a function of the tokens; a kvmd
- *          before protocol 1.9); PARTIAL (kvm_seq_drop has dropped some of it); EXISTS (the last
+ *          before protocol 1.9); PARTIAL (kvm_seq_drop has dropped of the sequence); EXISTS (the last
  *          hash is another prefix's, which holds the same, or is about to); LIMIT (of the pages of
  *          a user's prefixes: kvmd's prefix_pages). The sequence stays the client's then.
  * Threads: any. */
@@ -1268,8 +1268,8 @@ enum {
   /* Appends of kvm_append alone: the tokens are those at append_position, where kvm_seq_drop has
    * dropped them. append_position and n_append are multiples of 64, within what is final. Pages
    * that are there stay as they are; those that come back are encoded as all others, and so have
-   * the same bits where K and V have. A layer's gaps close one by one, in any order. UNSUPPORTED by
-   * a kvmd before protocol 1.12. */
+   * the same bits where K and V have (not of BALANCED codecs, nor of a page that had been cut). A
+   * layer's gaps close one by one, in any order. UNSUPPORTED by a kvmd before protocol 1.12. */
   KVM_ITEM_RESTORE = 1u << 5
 };
 
