@@ -1039,9 +1039,9 @@ KVM_API kvm_status kvm_prefix_hashes(const kvm_prefix_hash *before, const uint32
  * Fails:   as kvm_seq_publish; INVALID (n_hashes is 0 or above 65536, or a layer of the sequence is
  *          shorter than that; keep_ns is above 2^62); UNSUPPORTED (a head keeps tokens by what
  *          queries asked, KVM_RETAIN_HEAVY: what it holds is not a function of the tokens; a kvmd
- *          before protocol 1.9); PARTIAL (kvm_seq_drop has dropped of the sequence); EXISTS (the last
- *          hash is another prefix's, which holds the same, or is about to); LIMIT (of the pages of
- *          a user's prefixes: kvmd's prefix_pages). The sequence stays the client's then.
+ *          before protocol 1.9); PARTIAL (kvm_seq_drop has dropped some of the sequence); EXISTS
+ *          (the last hash is another prefix's, which holds the same, or is about to); LIMIT (of the
+ *          pages of a user's prefixes: kvmd's prefix_pages). The sequence stays the client's then.
  * Threads: any. */
 KVM_API kvm_status kvm_prefix_publish(kvm_client *client, kvm_seq_id seq,
                                       const kvm_prefix_hash *hashes, uint32_t n_hashes,

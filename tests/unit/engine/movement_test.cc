@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <random>
@@ -221,6 +222,8 @@ struct World {
   std::vector<std::unique_ptr<Asked>> asked_;
 };
 
+bool is_nightly() { return std::getenv("KVM_NIGHTLY") != nullptr; }
+
 uint64_t high_bytes() { return static_cast<uint64_t>(0.9 * kCapacity); }
 uint64_t low_bytes() { return static_cast<uint64_t>(0.8 * kCapacity); }
 
@@ -349,6 +352,165 @@ TEST(Movement, AnyHistory) {
     EXPECT_GT(world.moved().n_pages_sent, 500u);
     EXPECT_GT(world.moved().n_pages_back, 0u);
     for (const Seq& seq : seqs) {
+      EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, seq.small).status.is_ok());
+    }
+    world.settle(seed);
+    EXPECT_EQ(world.tier.used_bytes(), 0u);
+    EXPECT_EQ(world.rig.engine->n_pages_away(), 0u);
+  }
+}
+
+// A sequence beside its twin in an engine that has room for all, and which of its blocks were
+// dropped.
+struct Dropping {
+  kvm_seq_id small = 0;
+  kvm_seq_id large = 0;
+  uint64_t length = 0;
+  std::vector<bool> gone;
+
+  std::vector<kvm_range> gaps() const {
+    std::vector<kvm_range> gaps;
+    for (uint64_t block = 0; block < gone.size(); ++block) {
+      if (gone[block]) {
+        gaps.push_back({block * kPageTokens, (block + 1) * kPageTokens});
+      }
+    }
+    return gaps;
+  }
+  void cut(uint64_t n) {
+    length = n;
+    gone.resize(n / kPageTokens);
+  }
+};
+
+// Drops, restores, forks and cuts while memory is short, writes fail and pages come and go: answers
+// and refusals are those of an engine that has all in memory, and every append is answered.
+TEST(Movement, DroppedTokensInAnyHistory) {
+  const uint64_t n_seeds = is_nightly() ? 60 : 3;
+  for (uint64_t seed = 0; seed < n_seeds; ++seed) {
+    SCOPED_TRACE(seed);
+    SpaceSpec spec = plain_spec();
+    if (seed % 4 >= 2) {
+      spec.indexes = {make_index()};
+    }
+    World world(
+        [&](EngineOptions* options) {
+          options->movement.rule = seed % 2 == 0 ? LeavingRule::kS3Fifo : LeavingRule::kLru;
+          options->movement.low = seed % 3 == 0 ? 0.8 : 0.4;
+        },
+        {.is_manual = true}, spec);
+    Rig large(1, 256 << 20);
+    const kvm_space_id large_space = large.space(spec);
+    std::vector<Dropping> seqs;
+    std::mt19937_64 random(seed);
+    const auto below = [&](uint64_t n) { return random() % n; };
+    world.tier.fail_every(Transfer::Kind::kWrite, 37, {KVM_ERR_IO, "sector 7 is gone"});
+    // The same of both, which answer alike. Returns whether they did it.
+    const auto run_both = [&](const auto& make) {
+      const RequestResult got = world.run(make(world.space, true));
+      const auto want = make(large_space, false);
+      const RequestResult expected = large.run(want->step);
+      EXPECT_EQ(got.status.code(), expected.status.code()) << got.status.message();
+      EXPECT_TRUE(got.status.is_ok() || got.status.code() == KVM_ERR_PARTIAL)
+          << got.status.message();
+      EXPECT_TRUE(world.asked_.back()->o.bytes() == want->o.bytes());
+      return got.status.is_ok();
+    };
+    const auto verb_both = [&](const Dropping& seq, SeqRequest what, RequestResult* of_small,
+                               RequestResult* of_large) {
+      what.seq = seq.small;
+      *of_small = world.rig.run(SeqRequest(what));
+      what.seq = seq.large;
+      *of_large = large.run(SeqRequest(what));
+      EXPECT_EQ(of_small->status.code(), of_large->status.code());
+      return of_small->status.is_ok();
+    };
+    for (uint64_t i = 0; i < 400 && !::testing::Test::HasFailure(); ++i) {
+      for (uint64_t n = below(100); n > 0 && world.tier.n_waiting() != 0; --n) {
+        world.tier.finish(below(world.tier.n_waiting()));
+      }
+      const uint64_t dice = seqs.size() < 6 ? 0 : below(16);
+      if (dice == 0) {
+        seqs.push_back({world.create(), large.create(large_space), 0, {}});
+        continue;
+      }
+      const size_t at = below(seqs.size());
+      Dropping& seq = seqs[at];
+      RequestResult of_small;
+      RequestResult of_large;
+      if (dice <= 6) {
+        const auto n_append = static_cast<uint32_t>(dice <= 3 ? 1 + below(6000) : below(3));
+        const std::vector<kvm_range> gaps = below(3) != 0 ? seq.gaps() : std::vector<kvm_range>();
+        const bool is_done =
+            seq.length + n_append == 0 || run_both([&](kvm_space_id space, bool is_small) {
+              auto asked = step_of(space, is_small ? seq.small : seq.large, n_append, 1, i);
+              asked->step.mode = KVM_MODE_EXACT;
+              asked->step.items[0].flags = KVM_ITEM_EXCLUDE_RANGES;
+              asked->step.items[0].n_ranges = static_cast<uint32_t>(gaps.size());
+              asked->step.ranges = gaps;
+              return asked;
+            });
+        seq.length += is_done ? n_append : 0;
+        seq.gone.resize(seq.length / kPageTokens);
+      } else if (dice == 7) {
+        const uint64_t n = below(2) == 0 ? seq.length : below(seq.length + 1);
+        if (verb_both(seq, {.verb = SeqVerb::kFork, .n_tokens = n}, &of_small, &of_large)) {
+          Dropping child = seq;
+          child.small = of_small.seq;
+          child.large = of_large.seq;
+          child.cut(n);
+          seqs.push_back(child);
+        }
+      } else if (dice == 8) {
+        const uint64_t n = below(seq.length + 1);
+        if (verb_both(seq, {.verb = SeqVerb::kTruncate, .n_tokens = n}, &of_small, &of_large)) {
+          seq.cut(n);
+        }
+      } else if (dice == 9 && seqs.size() > 12) {
+        verb_both(seq, {.verb = SeqVerb::kFree}, &of_small, &of_large);
+        seqs.erase(seqs.begin() + static_cast<ptrdiff_t>(at));
+        continue;
+      } else if (dice == 10) {
+        EXPECT_TRUE((below(2) == 0 ? world.rig.engine->prefetch(seq.small)
+                                   : world.rig.engine->send_away(seq.small))
+                        .is_ok());
+      } else if (dice == 11) {
+        const uint64_t begin = below(4000);
+        const PriorityRange range{.priority = static_cast<uint32_t>(below(101)),
+                                  .begin = begin,
+                                  .end = begin + 1 + below(2000),
+                                  .keep_ns = below(3) == 0 ? 1 + below(1000) : 0};
+        world.set_priority(seq.small, range);  // or it has too many
+        world.clock.advance(below(500));
+      } else if (dice <= 13) {
+        const uint64_t begin = below(seq.length + 1);
+        const uint64_t end = begin + below(seq.length - begin + 1);
+        EXPECT_TRUE(verb_both(seq, {.verb = SeqVerb::kDrop, .range = {.begin = begin, .end = end}},
+                              &of_small, &of_large));
+        for (uint64_t b = (begin + kPageTokens - 1) / kPageTokens; b < end / kPageTokens; ++b) {
+          seq.gone[b] = true;
+        }
+      } else if (seq.length >= kPageTokens) {
+        const uint64_t n_blocks = seq.length / kPageTokens;
+        const uint64_t begin = below(n_blocks);
+        const uint64_t n = 1 + below(std::min<uint64_t>(n_blocks - begin, 130));
+        EXPECT_TRUE(run_both([&](kvm_space_id space, bool is_small) {
+          auto asked = step_of(space, is_small ? seq.small : seq.large,
+                               static_cast<uint32_t>(n * kPageTokens), 0, i);
+          asked->step.items[0].append_position = begin * kPageTokens;
+          asked->step.items[0].flags = KVM_ITEM_RESTORE;
+          return asked;
+        }));
+        std::fill_n(seq.gone.begin() + static_cast<ptrdiff_t>(begin), n, false);
+      }
+      world.turn();
+      EXPECT_EQ(world.info(seqs[at].small).n_entries_dropped,
+                kPageTokens * static_cast<uint64_t>(
+                                  std::count(seqs[at].gone.begin(), seqs[at].gone.end(), true)));
+    }
+    world.settle(seed);
+    world.rig.engine->check_accounts();
+    for (const Dropping& seq : seqs) {
       EXPECT_TRUE(world.rig.verb(SeqVerb::kFree, seq.small).status.is_ok());
     }
     world.settle(seed);

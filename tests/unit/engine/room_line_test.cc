@@ -78,6 +78,35 @@ TEST_F(RoomLineTest, AClientsRequestsKeepTheirOrder) {
   EXPECT_EQ(free_bytes, 0u);
 }
 
+// An attempt that fails although there was room is made again with more of it: what came back for
+// it and went again is no more.
+TEST_F(RoomLineTest, WhatDidNotDoIsTriedAgainWithMore) {
+  Request* request = enter(0, 10);
+  const auto is_tried = [&](uint64_t free_bytes, bool is_in_vain = false) {
+    line_.note_news();
+    if (line_.take_turn(free_bytes, is_in_vain) == nullptr) {
+      return false;
+    }
+    line_.begin_serving(&flows_[0], request);
+    EXPECT_FALSE(line_.enter(&flows_[0], request, 10));
+    line_.end_serving(request);
+    return true;
+  };
+  EXPECT_TRUE(is_tried(20));
+  EXPECT_FALSE(is_tried(20));
+  request->tail_bytes = 4;
+  EXPECT_FALSE(is_tried(16));
+  EXPECT_FALSE(is_tried(20));
+  EXPECT_TRUE(is_tried(21));
+  // Others have taken some: less is more than there was.
+  EXPECT_FALSE(is_tried(12));
+  EXPECT_TRUE(is_tried(13));
+  EXPECT_FALSE(is_tried(13));
+  EXPECT_TRUE(is_tried(13, true));
+  uint64_t free_bytes = 14;
+  EXPECT_EQ(serve(&free_bytes), Requests{request});
+}
+
 TEST_F(RoomLineTest, ClientsHaveTheirTurns) {
   Requests want;
   std::array<Requests, 3> of_client;
