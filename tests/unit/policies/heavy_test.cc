@@ -181,12 +181,12 @@ TEST(Heavy, LongListsAreChosenFromInTurn) {
     heavy().decide({.n_committed = kLength, .lists = {&list, 1}}, &actions);
     ASSERT_EQ(actions.n_actions, 1u);
     EXPECT_EQ(actions.actions[0].range.begin, begin);
-    EXPECT_LE(actions.actions[0].range.end - begin, 16384u);
+    EXPECT_LE(actions.actions[0].range.end - begin, 8192u);
     begin = actions.actions[0].range.end;
     positions = actions.kept;
     more = actions.more;
   }
-  EXPECT_EQ(n_rounds, 5u);
+  EXPECT_EQ(n_rounds, 9u);
   EXPECT_EQ(begin, (kLength - 100) / kPageTokens * kPageTokens);
   ranked.resize(begin);
   std::sort(ranked.begin(), ranked.end());
