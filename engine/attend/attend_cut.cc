@@ -431,6 +431,7 @@ void add_sum_tasks(uint32_t n_threads, AttendPlan* plan) {
       continue;
     }
     const Head& head = plan->heads[part.head];
+    const uint64_t n_tasks = head.cost / task_cost;
     const uint64_t n_all = div_up(part.n_positions, kPageTokens);
     for (const PositionRange& stretch : plan->summed(part)) {
       const uint64_t begin = stretch.begin / kPageTokens;
@@ -438,11 +439,7 @@ void add_sum_tasks(uint32_t n_threads, AttendPlan* plan) {
       if (n_blocks == 0) {
         continue;
       }
-      const uint64_t n = std::clamp<uint64_t>(
-          static_cast<uint64_t>(static_cast<double>(head.cost) * static_cast<double>(n_blocks) /
-                                static_cast<double>(n_all)) /
-              task_cost,
-          1, n_blocks);
+      const uint64_t n = std::clamp<uint64_t>(n_tasks * n_blocks / n_all, 1, n_blocks);
       for (uint64_t piece = 0; piece < n; ++piece) {
         plan->sum_tasks.push_back({.sums = i,
                                    .begin = (begin + n_blocks * piece / n) * kPageTokens,

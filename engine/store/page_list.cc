@@ -513,11 +513,12 @@ uint64_t PageList::pages_to_restore(uint32_t block_begin, uint32_t block_end) co
 Status PageList::reserve_dropped(uint32_t block_begin, uint32_t block_end,
                                  const SlabClass& slab_class, const PageBank& bank) {
   KVM_ASSERT(n_reserved_ == 0 && restored_.empty());
+  const uint64_t n_pages = pages_to_restore(block_begin, block_end);
+  if (n_pages == 0) {
+    return Status::ok();
+  }
   try {
-    restored_.reserve(pages_to_restore(block_begin, block_end));
-    if (restored_.capacity() == 0) {
-      return Status::ok();
-    }
+    restored_.reserve(n_pages);
     for_each_missing(block_begin, block_end, [&](uint32_t block) {
       restored_.push_back({.block = block, .count = static_cast<uint16_t>(kPageTokens)});
     });
@@ -529,9 +530,7 @@ Status PageList::reserve_dropped(uint32_t block_begin, uint32_t block_end,
       }
       entry.page = page.value();
     }
-    if (!restored_.empty()) {
-      restored_root_ = make_restored_root(bank);
-    }
+    restored_root_ = make_restored_root(bank);
   } catch (const std::bad_alloc&) {
     rollback(bank);
     return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for a list of pages");

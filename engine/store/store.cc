@@ -412,28 +412,29 @@ Result<bool> Store::drop_part(Sequence* seq, uint64_t begin, uint64_t end, uint6
   const PageBank bank = memory_.bank(seq->account);
   const uint64_t block_begin = div_up(begin, kPageTokens);
   uint64_t n_pages = 0;
-  for (uint32_t layer = 0; layer < space.n_layers; ++layer) {
-    const Layer& own = space.layers[layer];
-    for (uint32_t i = 0; own.kind == KVM_LAYER_OWN && i < own.classes.size(); ++i) {
-      if (own.classes[i].retention.kind != KVM_RETAIN_FULL) {
-        continue;
-      }
-      PageList& list = seq->lists[own.first_list + i];
-      const uint64_t block_end = std::min(end, list.length()) / kPageTokens;
-      for (uint64_t at = block_begin; at < block_end; at += kStepBlocks) {
-        n_pages += list.drop(static_cast<uint32_t>(at),
-                             static_cast<uint32_t>(std::min(at + kStepBlocks, block_end)), bank);
-        if (n_pages >= max_pages) {
-          memory_.counts().n_pages_dropped += n_pages;
-          memory_.trim_after_free();
-          return false;
+  const auto drop_until_full = [&] {
+    for (const Layer& own : space.layers) {
+      for (uint32_t i = 0; own.kind == KVM_LAYER_OWN && i < own.classes.size(); ++i) {
+        if (own.classes[i].retention.kind != KVM_RETAIN_FULL) {
+          continue;
+        }
+        PageList& list = seq->lists[own.first_list + i];
+        const uint64_t block_end = std::min(end, list.length()) / kPageTokens;
+        for (uint64_t at = block_begin; at < block_end; at += kStepBlocks) {
+          const uint64_t step_end = std::min(at + kStepBlocks, block_end);
+          n_pages += list.drop(static_cast<uint32_t>(at), static_cast<uint32_t>(step_end), bank);
+          if (n_pages >= max_pages) {
+            return false;
+          }
         }
       }
     }
-  }
+    return true;
+  };
+  const bool is_done = drop_until_full();
   memory_.counts().n_pages_dropped += n_pages;
   memory_.trim_after_free();
-  return true;
+  return is_done;
 }
 
 Status Store::commit_seq(Sequence* seq, uint64_t n_tokens) {

@@ -103,6 +103,12 @@ Status check_restored(const AppendItem& item, uint64_t present) {
   return Status::ok();
 }
 
+// Policies hear with their next turn of what is final, whatever they said that they wait for.
+void ask_policies(Sequence* seq) {
+  note(seq, policies::Event::kCommitted);
+  std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
+}
+
 // Where the rows of restored tokens go.
 void add_restored(const tiers::PageTable& pages, const PageList& list, const AppendItem& item,
                   AppendPiece piece, std::vector<AppendPiece>* pieces) {
@@ -218,8 +224,7 @@ void Store::publish_restored(const AppendItem& item) {
     if (head_class.settles()) {
       uint64_t& settled_end = seq->settled_ends[seq->space().settling_list(item.layer, i)];
       settled_end = std::min(settled_end, item.position);
-      note(seq, policies::Event::kCommitted);
-      std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
+      ask_policies(seq);
     }
   }
   memory_.trim_in_passing();
@@ -236,8 +241,7 @@ void Store::publish(const AppendItem& item) {
   const uint64_t n_tokens = lists[0].reserved_length() - lists[0].length();
   if (lists[0].length() < seq->n_committed) {
     // These tokens are final at once, and no commit may come that says so.
-    note(seq, policies::Event::kCommitted);
-    std::fill(seq->next_commits.begin(), seq->next_commits.end(), 0);
+    ask_policies(seq);
   }
   for (uint32_t i = 0; i < lists.size(); ++i) {
     const tiers::SlabClass slab_class = seq->space().head_class(layer, i).slab_class.tail();
