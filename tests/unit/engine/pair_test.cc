@@ -299,6 +299,32 @@ class World {
   Buffer o, lse, read_k, read_v;
 };
 
+// Appends rows of one layer at positions from `position` on.
+Status append_at(World* world, kvm_seq_id seq, uint32_t layer, uint64_t position, uint32_t n,
+                 uint32_t flags = 0) {
+  Buffer k(Dtype::kF32, 1, n, kKvHeads, kDim);
+  Buffer v(Dtype::kF32, 1, n, kKvHeads, kDim);
+  for (uint32_t row = 0; row < n; ++row) {
+    for (uint32_t head = 0; head < kKvHeads; ++head) {
+      for (uint32_t i = 0; i < kDim; ++i) {
+        k.set(0, row, head, i, static_cast<float>(row_of(layer, 0, position + row, head)[i]));
+        v.set(0, row, head, i, static_cast<float>(row_of(layer, 1, position + row, head)[i]));
+      }
+    }
+  }
+  StepRequest request;
+  request.space = world->space;
+  request.layer_begin = layer;
+  request.append = true;
+  kvm_item item = append_item(seq, n);
+  item.append_position = position;
+  item.flags = flags;
+  request.items = {item};
+  request.k = k.view();
+  request.v = v.view();
+  return world->rig.run(std::move(request)).status;
+}
+
 constexpr uint64_t kTailBytes = 2ull * kKvHeads * kPageTokens * kDim * 4;
 
 // Of a pair's page: directions and factors of both, and what is kept.
@@ -397,29 +423,9 @@ TEST(Pair, LayersThatTokensLeftBehind) {
   request.v = k.view();
   ASSERT_TRUE(world.rig.run(std::move(request)).status.is_ok());
   EXPECT_EQ(world.info(twin).n_committed, 164u);
-  const auto follow = [&](uint32_t layer) {
-    StepRequest later;
-    Buffer rows(Dtype::kF32, 1, 64, kKvHeads, kDim);
-    for (uint32_t row = 0; row < 64; ++row) {
-      for (uint32_t head = 0; head < kKvHeads; ++head) {
-        for (uint32_t i = 0; i < kDim; ++i) {
-          rows.set(0, row, head, i, static_cast<float>(row_of(layer, 0, 64 + row, head)[i]));
-        }
-      }
-    }
-    later.space = world.space;
-    later.layer_begin = layer;
-    later.append = true;
-    kvm_item behind = append_item(twin.seq, 64);
-    behind.append_position = 64;
-    later.items = {behind};
-    later.k = rows.view();
-    later.v = rows.view();
-    ASSERT_TRUE(world.rig.run(std::move(later)).status.is_ok());
-  };
-  follow(2);
+  ASSERT_TRUE(append_at(&world, twin.seq, 2, 64, 64).is_ok());
   EXPECT_EQ(world.info(twin).n_pages, 3u + 1 + 1);  // of the pair: one merged, one of its own
-  follow(1);
+  ASSERT_TRUE(append_at(&world, twin.seq, 1, 64, 64).is_ok());
   EXPECT_EQ(world.info(twin).n_pages, 3u + 2);
   world.rig.engine->check_accounts();
 }
@@ -661,27 +667,7 @@ TEST(Pair, DroppedPagesComeBackAndAreMerged) {
     EXPECT_EQ(world.info(twin).n_pages, n_pages - 2 - 2);
     world.rig.engine->check_accounts();
     const auto restore = [&](uint32_t layer) {
-      StepRequest request;
-      Buffer k(Dtype::kF32, 1, 128, kKvHeads, kDim);
-      Buffer v(Dtype::kF32, 1, 128, kKvHeads, kDim);
-      for (uint32_t row = 0; row < 128; ++row) {
-        for (uint32_t head = 0; head < kKvHeads; ++head) {
-          for (uint32_t i = 0; i < kDim; ++i) {
-            k.set(0, row, head, i, static_cast<float>(row_of(layer, 0, 64 + row, head)[i]));
-            v.set(0, row, head, i, static_cast<float>(row_of(layer, 1, 64 + row, head)[i]));
-          }
-        }
-      }
-      request.space = world.space;
-      request.layer_begin = layer;
-      request.append = true;
-      kvm_item item = append_item(twin.seq, 128);
-      item.append_position = 64;
-      item.flags = KVM_ITEM_RESTORE;
-      request.items = {item};
-      request.k = k.view();
-      request.v = v.view();
-      const Status status = world.rig.run(std::move(request)).status;
+      const Status status = append_at(&world, twin.seq, layer, 64, 128, KVM_ITEM_RESTORE);
       ASSERT_TRUE(status.is_ok()) << status.message();
     };
     restore(0);
