@@ -39,12 +39,13 @@ FAMILIES = {  # the classes NAMEConfig (or as it says) and NAMEForCausalLM
                            "num_experts_per_tok": 1}),
     "olmo": ("Olmo", {}),
 }
+OTHERS = {"cohere": ("Cohere", {})}  # rotates neighbouring channels
 N_GENERATED = int(os.environ.get("KVM_GENERATED", "12"))  # ./dev nightly models: 500
 
 
 def make_model(family, seed=0, **more):
     torch.manual_seed(seed)
-    name, extra = FAMILIES[family]
+    name, extra = {**FAMILIES, **OTHERS}[family]
     model = getattr(tf, f"{name}ForCausalLM", None)
     config = getattr(tf, f"{name}TextConfig", None) or getattr(tf, f"{name}Config", None)
     if model is None:
@@ -294,6 +295,46 @@ class Generation(Case):
             ids, **extra, max_new_tokens=5, do_sample=False))
         self.assertGreater(cache.sequences[0].info().n_entries_dropped, 0)
 
+    def test_positions_in_the_cache(self):
+        # Keys of a model's first layer do not know what stands before them: what is left of a
+        # prompt can be read as a prompt of its own.
+        for family in ("llama", "cohere", "phi3"):
+            with self.subTest(family):
+                model = make_model(family, num_hidden_layers=1, sliding_window=None)
+                ids = prompts(n=1, length=300, left=0)["input_ids"]
+                left = torch.cat((ids[:, :4], ids[:, -36:]), dim=1)
+                expected = eager(model, lambda extra: model(left, **extra).logits[0, -1])
+                cache = self.cache(model, policies=[kvm.Policy(
+                    kvm.Retention.SINKS_RECENT, n_sinks=4, n_recent=36,
+                    positions=kvm.Positions.IN_CACHE)])
+                found = through_kvm(model, cache, lambda extra: [
+                    model(part, **extra).logits[0, -1] for part in torch.split(ids, 50, dim=1)][-1])
+                self.assertLess(float((found - expected).abs().max()), LIMIT)
+                self.assertGreater(cache.sequences[0].info().n_entries_dropped, 0)
+
+    def test_balanced_keys_are_shown_the_prompts_queries(self):
+        model = make_model("llama")
+        ids = prompts(n=1, length=300, left=0)["input_ids"]
+        for codec, n_rows in (("int8", 0), ("int2_balanced", 256)):
+            cache = self.cache(model, policies=[kvm.Policy(
+                kvm.Retention.HEAVY, n_recent=64, n_heavy=64, merge=kvm.Merging.DEMOTED)],
+                codecs=[kvm.Codec("bfloat16", "bfloat16", codec, "int2")])
+            through_kvm(model, cache, lambda extra, cache=cache: [
+                model(part, **extra) for part in torch.split(ids, 150, dim=1)])
+            self.assertEqual(cache.sequences[0].info().n_rows_observed,
+                             n_rows * model.config.num_hidden_layers)
+            cache.close()
+
+    def test_presets_have_spaces_of_their_own(self):
+        model = make_model("llama", num_hidden_layers=4)
+        ids = prompts(n=1, length=100, left=0)["input_ids"]
+        for policy in (None, "minicache", "minicache:n_pairs=2", "streaming_llm", "alisa", "mikv",
+                       "d2o"):
+            cache = self.cache(model, codec="bfloat16", policy=policy)
+            through_kvm(model, cache, lambda extra: model(ids, **extra))
+            self.assertEqual(len(cache.sequences[0]), 100)
+        self.assertGreaterEqual(len({space.name for space in self.client.spaces()}), 7)
+
 
 class Daemon(unittest.TestCase):
     def test_kvmd(self):
@@ -373,6 +414,23 @@ class Refusals(Case):
         model.train()
         with torch.no_grad(), self.assertRaisesRegex(NotSupportedError, "dropout"):
             model(prompts()["input_ids"], past_key_values=self.cache(model))
+
+    def test_presets_that_are_for_other_models(self):
+        model = make_model("llama", num_hidden_layers=8)
+        for policy, why in (("yi_lightning", "computes its own"),
+                            ("unified_layer_skipping", "runs all")):
+            with self.assertRaisesRegex(NotSupportedError, why):
+                self.cache(model, policy=policy)
+
+    def test_frequencies_that_change_with_the_length(self):
+        policies = [kvm.Policy(kvm.Retention.SINKS_RECENT, n_sinks=4, n_recent=36,
+                               positions=kvm.Positions.IN_CACHE)]
+        model = make_model("llama")
+        model.model.rotary_emb.rope_type = "dynamic"
+        with self.assertRaisesRegex(NotSupportedError, "change with the length"):
+            self.cache(model, policies=policies)
+        with self.assertRaisesRegex(NotSupportedError, "is not known|sets of"):
+            self.cache(make_model("gpt-oss"), policies=policies)
 
     def test_numbers_without_a_mode_that_heeds_them(self):
         model = make_model("llama")

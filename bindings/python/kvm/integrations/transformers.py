@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
@@ -27,10 +28,11 @@ import transformers
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from .. import (Client, Codec, HeadFile, Index, InvalidError, Item, Layer, Mode, Policy, Preset,
-                Proposal, Sequence, Status)
+from .. import (Client, Codec, CodecId, HeadFile, Index, InvalidError, Item, Layer, LayerKind, Mode,
+                Policy, Positions, Preset, Proposal, Retention, Rope, Sequence, Status)
 from .._errors import LAST_64, check_names, check_reals, check_wholes
 from .._objects import Space
+from .._params import codec_of
 from .._presets import preset_of
 
 try:
@@ -44,6 +46,8 @@ except ImportError:
 
 IMPLEMENTATION = "kvm"  #: the name under which attention and masks are registered
 _MAX_GROUP = 128  # query heads of a kv head
+_MAX_OBSERVED = 256  # query rows that kvm keeps of a layer (kvm_observe)
+_BALANCED = (CodecId.I4_BALANCED, CodecId.I2_BALANCED)  # keys whose codes go by what queries ask
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -270,6 +274,8 @@ class KvmCache(Cache):
                   key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Appends keys and values, and attends. Arrays are [entry, head, token, channel]."""
         n_entries, n_heads, n_tokens, _ = query.shape
+        if self.space._kvm_geometry.is_balanced and n_tokens > 1:
+            self._observe(layer, tokens, query)
         o = query.new_zeros((n_entries, n_heads, n_tokens, self.space.head_dim_v))
         for begin in range(0, n_tokens, self._max_rows):
             items, n_rows = [], 0
@@ -286,6 +292,16 @@ class KvmCache(Cache):
                                       **self._arguments)
             self._count(result.stats, n_heads * n_rows)
         return o
+
+    def _observe(self, layer: int, tokens: _Tokens, query: torch.Tensor) -> None:
+        """Shows the last queries of a prompt's part before its keys are stored."""
+        for entry, seq in enumerate(self._sequences):
+            end = tokens.first[entry] + tokens.count[entry]
+            n = min(tokens.count[entry], _MAX_OBSERVED)
+            if n > 0:
+                self._queue.observe(seq, layer,
+                                    q=query[entry, :, end - n:end].transpose(0, 1).contiguous(),
+                                    query_position=sum(self._counts[entry]) - n)
 
     def _count(self, stats: Any, n_rows: int) -> None:
         mine = self.stats
@@ -494,6 +510,7 @@ class _Geometry:
     windows: tuple[int, ...]
     softcap: float
     has_sinks: bool
+    is_balanced: bool
 
 
 class _ModelSpace(Space):
@@ -551,6 +568,11 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
                                     system.codecs + codecs)
         indexes = system.indexes + indexes
         default_mode, default_budget = system.default_mode, system.default_budget
+    if any(layer.kind == LayerKind.ALIAS for layer in layers):
+        raise NotSupportedError("layers that read the keys and values of others: the model computes "
+                                "its own in every layer")
+    if any(policy.retention == Retention.PROMPT for policy in policies):
+        raise NotSupportedError("layers that decoding skips: the model runs all of them")
     if needs_index and not indexes:
         indexes = [Index()]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_q_heads
@@ -564,6 +586,8 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
     digest = hashlib.sha256(config.to_json_string().encode()).digest()
     if name is None:
         settings: tuple[Any, ...] = (codec, policies, codecs, indexes)
+        if layers:
+            settings += (layers,)
         if default_mode != Mode.DEFAULT:
             settings += (default_mode, default_budget)
         settings_digest = hashlib.sha256(repr(settings).encode()).hexdigest()
@@ -571,15 +595,47 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
     if n_q_heads // n_kv_heads > _MAX_GROUP:
         raise NotSupportedError(f"{n_q_heads // n_kv_heads} query heads for a kv head; kvm takes "
                                 f"{_MAX_GROUP}")
+    rope, inv_freq = Rope.NONE, list[float]()
+    if any(policy.positions == Positions.IN_CACHE for policy in policies):
+        rope, inv_freq = _rope(model)
     space = client.register_space(
         name, n_layers=n_layers, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
-        codec=codec, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
+        codec=codec, rope=rope, rope_inv_freq=inv_freq, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
         layers=layers + [Layer(i, window=window) for i, window in enumerate(windows) if window],
         policies=policies, codecs=codecs, indexes=indexes, default_mode=default_mode,
         default_budget=default_budget)
     made = _ModelSpace(client, space.id, space._layer_shapes)
-    made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None)
+    is_balanced = any(codec_of(of) in _BALANCED for codec in codecs
+                      for of in (codec.codec_k, codec.demoted_k))
+    made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None, is_balanced)
     return made
+
+
+def _rope(model: Any) -> tuple[Rope, list[float]]:
+    """How a model rotates queries and keys: which channels are a pair, and their frequencies."""
+    found = [module for module in model.modules()
+             if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
+    if len(found) != 1:
+        raise NotSupportedError(f"positions in the cache with a model that has {len(found)} sets "
+                                "of rotary frequencies; kvm takes one, of all layers")
+    rotary = found[0]
+    kind = getattr(rotary, "rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise NotSupportedError(f"positions in the cache with rotary frequencies that change with "
+                                f"the length (rope_type {kind})")
+    inv_freq: list[float] = rotary.inv_freq.float().tolist()
+    # Classes say it in no attribute, so a row is rotated to see.
+    rotate = getattr(sys.modules[type(rotary).__module__], "rotate_half", None)
+    n = len(inv_freq)
+    row = torch.arange(1.0, 2 * n + 1)
+    if rotate is not None:
+        turned = rotate(row)
+        if torch.equal(turned, torch.cat((-row[n:], row[:n]))):
+            return Rope.HALF, inv_freq
+        if torch.equal(turned, torch.stack((-row[1::2], row[::2]), dim=-1).flatten()):
+            return Rope.INTERLEAVED, inv_freq
+    raise NotSupportedError(f"positions in the cache with {type(rotary).__name__}: how it pairs "
+                            "channels is not known")
 
 
 def _windows(config: Any, n_layers: int) -> list[int]:
