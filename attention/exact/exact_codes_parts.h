@@ -284,7 +284,8 @@ inline void put_planes(const int16_t* channels, int16_t* planes) {
 
 constexpr uint32_t kWideBlock = 2 * kCodeBlock;  // channels whose codes are a vector of 512 bits
 
-// Of 128 channels, in bytes: [plane][upper, lower][64], as load_wide (exact_codes_wide.h) has codes.
+// Of 128 channels, in bytes: [plane][upper, lower][64], as load_wide (exact_codes_wide.h) has
+// codes.
 constexpr size_t kWideQueryBytes = size_t{kWideBlock} * sizeof(int16_t);
 
 // Puts the words of 64 channels, the lower or upper ones of 128, where they belong.

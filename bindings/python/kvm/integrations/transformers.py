@@ -569,8 +569,8 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
         indexes = system.indexes + indexes
         default_mode, default_budget = system.default_mode, system.default_budget
     if any(layer.kind == LayerKind.ALIAS for layer in layers):
-        raise NotSupportedError("layers that read the keys and values of others: the model computes "
-                                "its own in every layer")
+        raise NotSupportedError("layers that read the keys and values of others: the model "
+                                "computes its own in every layer")
     if any(policy.retention == Retention.PROMPT for policy in policies):
         raise NotSupportedError("layers that decoding skips: the model runs all of them")
     if needs_index and not indexes:
@@ -600,7 +600,8 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
         rope, inv_freq = _rope(model)
     space = client.register_space(
         name, n_layers=n_layers, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
-        codec=codec, rope=rope, rope_inv_freq=inv_freq, logit_softcap=softcap, sink_logits=sinks, fingerprint=digest,
+        codec=codec, rope=rope, rope_inv_freq=inv_freq, logit_softcap=softcap, sink_logits=sinks,
+        fingerprint=digest,
         layers=layers + [Layer(i, window=window) for i, window in enumerate(windows) if window],
         policies=policies, codecs=codecs, indexes=indexes, default_mode=default_mode,
         default_budget=default_budget)
