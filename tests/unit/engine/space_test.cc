@@ -339,7 +339,7 @@ const std::vector<BadSpec>& bad_specs() {
          s->codecs = {demoted_to(KVM_CODEC_BF16, 99)};
        }},
       {"kv head 0 of layer 0 has KVM_MERGE_DEMOTED and codec int4_channel, whose rows cannot "
-       "change places; codecs with such rows are fp32, fp16, bf16, int8, fp8, int4 and int2",
+       "change places; codecs with such rows are fp32, fp16, bf16, int8, fp8, int4, int2",
        [](SpaceSpec* s) {
          s->policies = {demoting()};
          s->codecs = {demoted_to(KVM_CODEC_I4_CHANNEL, KVM_CODEC_I2)};
