@@ -792,7 +792,7 @@ typedef struct kvm_space_params {
  *                             recent ones: int8 rows, an index, SAMPLED by default (2403.17312)
  *   "d2o"                     as h2o beside 4 sinks, merged, shared out by density among layers 2
  *                             to n_layers - 2, the others whole (2406.13035)
- *   "kivi", "kivi4"           keys by channel, values by token, in 2 or 4 bits (2402.02750)
+ *   "kivi", "kivi3", "kivi4"  keys by channel, values by token, in 2, 3 or 4 bits (2402.02750)
  *   "gear4", "gear2"          the same, and what codes lose in low rank and outliers (2403.05527)
  *   "yi_lightning"            of 4 layers 3 with a window of 4,096 tokens, the fourth full, full
  *                             ones in pairs that share (2412.01253)
