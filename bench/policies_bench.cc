@@ -142,6 +142,7 @@ std::vector<Setting> settings(uint64_t n_tokens, const std::string& only = {}) {
   add("mikv", 4, 0.2 + 0.8 * bits(2.75, 2.5));
   add("alisa", 4, bits(8.125, 8.125));
   add("d2o", 8, (3 + 5 * (0.2 + 4 / n)) / 8);
+  add("kivi3", 4, bits(3.5, 3.5));
   add("kivi4", 4, bits(4.5, 4.5));
   add("gear4", 4, bits(6, 5.75));
   add("yi_lightning", 4, 0.25 + 0.75 * std::min(1.0, 4096 / n));

@@ -403,6 +403,7 @@ constexpr System kSystems[] = {
     {"alisa", kShare, alisa, KVM_CODEC_I8, KVM_CODEC_I8},
     {"d2o", kShare | kSlack, d2o},
     {"kivi", 0, store_rows, KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2},
+    {"kivi3", 0, store_rows, KVM_CODEC_I3_CHANNEL, KVM_CODEC_I3},
     {"kivi4", 0, store_rows, KVM_CODEC_I4_CHANNEL, KVM_CODEC_I4},
     {"gear4", 0, store_rows, KVM_CODEC_GEAR4_CHANNEL, KVM_CODEC_GEAR4},
     {"gear2", 0, store_rows, KVM_CODEC_GEAR2_CHANNEL, KVM_CODEC_GEAR2},

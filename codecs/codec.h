@@ -46,7 +46,7 @@ struct Codec {
   // The codec of pages whose tokens are not all there yet: the id itself where a row can be encoded
   // without its neighbours.
   CodecId tail = CodecId::kNone;
-  uint8_t low_bits = 0;  // of an element: 4 or 2; 0: as elem has
+  uint8_t low_bits = 0;  // of an element: 4, 3 or 2; 0: as elem has
   uint8_t group_params = 0;
   uint8_t channel_params = 0;
   uint8_t rank = 0;      // of the low-rank part
@@ -127,6 +127,9 @@ inline constexpr CodecId kGear2Channel{15};
 inline constexpr CodecId kGear2{16};
 inline constexpr CodecId kI4Balanced{17};
 inline constexpr CodecId kI2Balanced{18};
+inline constexpr CodecId kI3{19};
+inline constexpr CodecId kI3Channel{20};
+inline constexpr CodecId kI3Centred{21};
 
 // By id, from 1 on.
 inline constexpr std::array kCodecs = {
@@ -152,6 +155,9 @@ inline constexpr std::array kCodecs = {
           true},
     Codec{kI2Balanced, "int2_balanced", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 2, 2, 1, 0, 0,
           true},
+    Codec{kI3, "int3", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 2, 0},
+    Codec{kI3Channel, "int3_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 0, 2},
+    Codec{kI3Centred, "int3_centred", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 2, 1},
 };
 
 // A page of two layers is read through a codec of its own for each side: ids from kFirstPair on, of

@@ -55,9 +55,14 @@ uint32_t code_of(float x, float zero, float scale, uint32_t last_code) {
   return std::min(std::bit_cast<uint32_t>(steps + kRound) & 0xffu, last_code);
 }
 
-// Codes go into zeroed bytes.
+// Codes go into zeroed bytes. The last one ends with its byte: nothing behind a row is touched.
 void put_code(uint8_t* row, uint32_t bits, uint32_t i, uint32_t code) {
-  row[i * bits / 8] = static_cast<uint8_t>(row[i * bits / 8] | code << (i * bits % 8));
+  const uint32_t shift = i * bits % 8;
+  uint8_t* at = row + i * bits / 8;
+  at[0] = static_cast<uint8_t>(at[0] | code << shift);
+  if (shift + bits > 8) {
+    at[1] = static_cast<uint8_t>(at[1] | code >> (8 - shift));
+  }
 }
 
 struct Params {
@@ -159,8 +164,10 @@ void encode_by_token(const Codec& codec, const float* rows, uint32_t dim, const 
 
 // The code of channel i of a row.
 float code_at(const uint8_t* codes, uint32_t bits, uint32_t i) {
-  const uint32_t code = codes[i * bits / 8] >> (i * bits % 8) & ((1u << bits) - 1);
-  return static_cast<float>(code);
+  const uint32_t shift = i * bits % 8;
+  const uint8_t* at = codes + i * bits / 8;
+  const uint32_t both = at[0] | (shift + bits > 8 ? uint32_t{at[1]} << 8 : 0);
+  return static_cast<float>(both >> shift & ((1u << bits) - 1));
 }
 
 // As decode_by_channel_avx2.
@@ -191,6 +198,11 @@ void decode_by_token(uint32_t bits, const uint8_t* codes, uint64_t row_bytes, co
     steps += 2 * n_groups;
   }
 }
+
+// What low_bits_avx2.h reads.
+static_assert(std::all_of(kCodecs.begin(), kCodecs.end(), [](const Codec& codec) {
+  return !codec.is_low_bits() || (codec.bits() >= 2 && codec.bits() <= 4);
+}));
 
 struct Decoders {
   decltype(&decode_by_channel) by_channel = decode_by_channel;

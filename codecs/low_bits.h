@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// K or V of one head of a page in 4 or 2 bits an element. A code counts steps up from a zero:
+// K or V of one head of a page in 4, 3 or 2 bits an element, as codes of steps up from a zero:
 //
-//   x  is stored as  q,  and read as  q * scale + zero,   0 <= q <= 15, or 3
+//   x  is stored as  q,  and read as  q * scale + zero,   0 <= q <= 15, 7 or 3
 //
 //   by channel   scale and zero of each channel, over the 64 tokens   KIVI's keys
 //   by token     of each token's 64 channels, from 0, 64, ... on      KIVI's values
@@ -26,7 +26,8 @@
 // Balanced: MiKV (arXiv 2402.18096), section 3.3, by page instead of by prompt, and the keys are
 // multiplied when they are read instead of the queries divided, so each page has its own again.
 //
-//   codes   [64][dim * bits / 8]: element i in byte i * bits / 8, from bit (i * bits) mod 8 on
+//   codes   [64][dim * bits / 8], little endian: element i is bits [i * bits, (i + 1) * bits) of a
+//           row; of 3 bits it may cross a byte
 //   params  by token, centred, balanced: [64][dim / 64, rounded up][2] scale and zero, then of
 //           centred ones [dim] means, of balanced ones [dim] factors; by channel: [dim] scales,
 //           then [dim] zeros. All are bf16, as bits.

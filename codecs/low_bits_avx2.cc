@@ -13,8 +13,8 @@ template <uint32_t kBits>
 inline __m256 load_codes(const uint8_t* codes) {
   uint32_t word = 0;
   __builtin_memcpy(&word, codes, kBits);
-  const __m256i shifts = kBits == 4 ? _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28)
-                                    : _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
+  const __m256i shifts =
+      _mm256_setr_epi32(0, kBits, 2 * kBits, 3 * kBits, 4 * kBits, 5 * kBits, 6 * kBits, 7 * kBits);
   const __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shifts);
   return _mm256_cvtepi32_ps(_mm256_and_si256(each, _mm256_set1_epi32((1 << kBits) - 1)));
 }
@@ -48,9 +48,9 @@ enum class Channels { kPlain, kCentred, kBalanced };
 
 // channels: means, or factors.
 template <uint32_t kBits, Channels kChannels>
-void decode_by_token(const uint8_t* codes, uint64_t row_bytes, const uint16_t* steps,
-                     uint32_t n_groups, const uint16_t* channels, uint32_t n_tokens, uint32_t n,
-                     float* out) {
+void decode_tokens(const uint8_t* codes, uint64_t row_bytes, const uint16_t* steps,
+                   uint32_t n_groups, const uint16_t* channels, uint32_t n_tokens, uint32_t n,
+                   float* out) {
   for (uint32_t t = 0; t < n_tokens; ++t) {
     for (uint32_t begin = 0; begin < n; begin += kGroup) {
       const __m256 scale = spread_param(steps[begin / kGroup * 2]);
@@ -73,26 +73,34 @@ void decode_by_token(const uint8_t* codes, uint64_t row_bytes, const uint16_t* s
   }
 }
 
+template <uint32_t kBits>
+void decode_by_token(const uint8_t* codes, uint64_t row_bytes, const uint16_t* steps,
+                     uint32_t n_groups, const uint16_t* means, const uint16_t* factors,
+                     uint32_t n_tokens, uint32_t n, float* out) {
+  const auto decode = means != nullptr     ? decode_tokens<kBits, Channels::kCentred>
+                      : factors != nullptr ? decode_tokens<kBits, Channels::kBalanced>
+                                           : decode_tokens<kBits, Channels::kPlain>;
+  decode(codes, row_bytes, steps, n_groups, means != nullptr ? means : factors, n_tokens, n, out);
+}
+
 }  // namespace
 
 void decode_by_channel_avx2(uint32_t bits, const uint8_t* codes, uint64_t row_bytes,
                             const uint16_t* scales, const uint16_t* zeros, uint32_t n_tokens,
                             uint32_t n, float* out) {
-  const auto decode = bits == 4 ? decode_by_channel<4> : decode_by_channel<2>;
+  const auto decode = bits == 4   ? decode_by_channel<4>
+                      : bits == 3 ? decode_by_channel<3>
+                                  : decode_by_channel<2>;
   decode(codes, row_bytes, scales, zeros, n_tokens, n, out);
 }
 
 void decode_by_token_avx2(uint32_t bits, const uint8_t* codes, uint64_t row_bytes,
                           const uint16_t* steps, uint32_t n_groups, const uint16_t* means,
                           const uint16_t* factors, uint32_t n_tokens, uint32_t n, float* out) {
-  const auto plain =
-      bits == 4 ? decode_by_token<4, Channels::kPlain> : decode_by_token<2, Channels::kPlain>;
-  const auto centred =
-      bits == 4 ? decode_by_token<4, Channels::kCentred> : decode_by_token<2, Channels::kCentred>;
-  const auto balanced =
-      bits == 4 ? decode_by_token<4, Channels::kBalanced> : decode_by_token<2, Channels::kBalanced>;
-  const auto decode = means != nullptr ? centred : factors != nullptr ? balanced : plain;
-  decode(codes, row_bytes, steps, n_groups, means != nullptr ? means : factors, n_tokens, n, out);
+  const auto decode = bits == 4   ? decode_by_token<4>
+                      : bits == 3 ? decode_by_token<3>
+                                  : decode_by_token<2>;
+  decode(codes, row_bytes, steps, n_groups, means, factors, n_tokens, n, out);
 }
 
 }  // namespace kvm::codecs

@@ -8,7 +8,7 @@
 namespace kvm::codecs {
 
 // The first n channels of n_tokens rows, which lie row_bytes apart, to out [n_tokens][n].
-// REQUIRES: cpu_features().avx2; bits is 4 or 2; n is a multiple of 8.
+// REQUIRES: cpu_features().avx2; bits is 4, 3 or 2; n is a multiple of 8.
 void decode_by_channel_avx2(uint32_t bits, const uint8_t* codes, uint64_t row_bytes,
                             const uint16_t* scales, const uint16_t* zeros, uint32_t n_tokens,
                             uint32_t n, float* out);

@@ -620,7 +620,16 @@ enum {
    * scores (MiKV's balancer, arXiv 2402.18096, section 3.3). At head_dim 128 they take 4.75 and
    * 2.75 bits a channel. Pages, cuts, what is refused: as with I4. */
   KVM_CODEC_I4_BALANCED = 17,
-  KVM_CODEC_I2_BALANCED = 18
+  KVM_CODEC_I2_BALANCED = 18,
+  /* "int3", "int3_channel", "int3_centred": as I4, I4_CHANNEL and I4_CENTRED, but codes count up to
+   * 7 steps and take 3 bits: a channel is off by 1/14 at most of what lies between the smallest and
+   * the largest bf16 that share its scale. At head_dim 128 they take 3.5, 3.5 and 3.75 bits a
+   * channel. The layout is KIVI's (arXiv 2402.02750), which has been published in 4 and 2 bits.
+   * Attention has no kernels of such codes: it reads these rows as fp32. Pages, cuts, what is
+   * refused: as with I4. */
+  KVM_CODEC_I3 = 19,
+  KVM_CODEC_I3_CHANNEL = 20,
+  KVM_CODEC_I3_CENTRED = 21
 };
 
 /* The name of a codec, "int8" for instance; NULL where there is none of that number.
@@ -783,7 +792,7 @@ typedef struct kvm_space_params {
  *                             recent ones: int8 rows, an index, SAMPLED by default (2403.17312)
  *   "d2o"                     as h2o beside 4 sinks, merged, shared out by density among layers 2
  *                             to n_layers - 2, the others whole (2406.13035)
- *   "kivi", "kivi4"           keys by channel, values by token, in 2 or 4 bits (2402.02750)
+ *   "kivi", "kivi3", "kivi4"  keys by channel, values by token, in 2, 3 or 4 bits (2402.02750)
  *   "gear4", "gear2"          the same, and what codes lose in low rank and outliers (2403.05527)
  *   "yi_lightning"            of 4 layers 3 with a window of 4,096 tokens, the fourth full, full
  *                             ones in pairs that share (2412.01253)

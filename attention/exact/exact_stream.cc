@@ -69,10 +69,14 @@ class PlaneKind {
   uint8_t elem(CodecId id) const {
     const codecs::Codec& codec = codecs::codec_of(id);
     // Factors go into queries; sums have nothing of a page that they could go into.
-    if (!reads_codes_ || !codec.is_low_bits() || (codec.is_balanced && !is_k_)) {
-      return codec.kernel_elem();
+    const bool may_be_codes = reads_codes_ && (is_k_ || !codec.is_balanced);
+    if (may_be_codes && codec.low_bits == 4) {
+      return kElemCodes4;
     }
-    return codec.bits() == 4 ? kElemCodes4 : kElemCodes2;
+    if (may_be_codes && codec.low_bits == 2) {
+      return kElemCodes2;
+    }
+    return codec.kernel_elem();
   }
   bool is_decoded(CodecId id) const {
     return !codecs::codec_of(id).has_kernels() && !elem_is_codes(elem(id));

@@ -79,6 +79,11 @@ std::string codecs_with_rows() {
     return std::string(codec.rows_stand_alone() ? codec.name : "");
   });
 }
+std::string codecs_with_own_rows() {
+  return list_codecs([](const codecs::Codec& codec) {
+    return std::string(codec.rows_are_own() ? codec.name : "");
+  });
+}
 
 Status check_v_in_k(const std::string& where, bool v_in_k, uint32_t dim_k, uint32_t dim_v) {
   if (v_in_k && dim_v > dim_k) {
@@ -717,7 +722,7 @@ Status check_demoted(const Space& space, const HeadConfigs& configs) {
         if (!own.rows_are_own()) {
           return invalid(which + " has KVM_MERGE_DEMOTED and codec " + own.name +
                          ", whose rows cannot change places; codecs with such rows are " +
-                         codecs_with_rows() + ", int4 and int2");
+                         codecs_with_own_rows());
         }
         if (demoted.head_rows_bytes(layer.dim_k) > own.head_rows_bytes(layer.dim_k)) {
           return invalid(which + " would demote " + own.name + " to " + demoted.name +

@@ -178,10 +178,12 @@ const std::vector<CodecCase>& codec_cases() {
       {"int8, fp8", KVM_CODEC_I8, KVM_CODEC_I8, 0.012},
       {"int8, fp8", KVM_CODEC_F8E4M3, KVM_CODEC_F8E4M3, 0.04},
       {"int8_channel", KVM_CODEC_I8_CHANNEL, KVM_CODEC_I8_CHANNEL, 0.012},
-      {"int4, int2", KVM_CODEC_I4_CHANNEL, KVM_CODEC_I4, 0.13},
-      {"int4, int2", KVM_CODEC_I4_CENTRED, KVM_CODEC_I4, 0.13},
-      {"int4, int2", KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2, 0.55},
-      {"int4, int2", KVM_CODEC_I2_CENTRED, KVM_CODEC_I2, 0.55},
+      {"int4, int3, int2", KVM_CODEC_I4_CHANNEL, KVM_CODEC_I4, 0.13},
+      {"int4, int3, int2", KVM_CODEC_I4_CENTRED, KVM_CODEC_I4, 0.13},
+      {"int4, int3, int2", KVM_CODEC_I3_CHANNEL, KVM_CODEC_I3, 0.28},
+      {"int4, int3, int2", KVM_CODEC_I3_CENTRED, KVM_CODEC_I3, 0.28},
+      {"int4, int3, int2", KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2, 0.55},
+      {"int4, int3, int2", KVM_CODEC_I2_CENTRED, KVM_CODEC_I2, 0.55},
       {"gear", KVM_CODEC_GEAR4_CHANNEL, KVM_CODEC_GEAR4, 0.12},
       {"gear", KVM_CODEC_GEAR2_CHANNEL, KVM_CODEC_GEAR2, 0.5}};
   return cases;

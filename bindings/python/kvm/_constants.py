@@ -94,6 +94,9 @@ class CodecId(enum.IntEnum):
     GEAR2 = 16
     I4_BALANCED = 17
     I2_BALANCED = 18
+    I3 = 19
+    I3_CHANNEL = 20
+    I3_CENTRED = 21
 
 
 class Rope(enum.IntEnum):

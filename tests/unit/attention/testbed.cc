@@ -191,6 +191,9 @@ void put_codes(std::byte* stored, uint16_t* params, CodecId id, uint64_t positio
     const uint32_t bit = d * codec.bits();
     const auto code = static_cast<uint32_t>(grid.code(d, row[d])) & 0xffu;
     stored[bit / 8] |= static_cast<std::byte>(code << bit % 8);
+    if (bit % 8 + codec.bits() > 8) {
+      stored[bit / 8 + 1] |= static_cast<std::byte>(code >> (8 - bit % 8));
+    }
     if (grid.is_by_token()) {
       own[d / codecs::Codec::kGroupChannels * 2] = f32_to_bf16(grid.scale(d));
       own[d / codecs::Codec::kGroupChannels * 2 + 1] = f32_to_bf16(grid.zero(d));
@@ -779,8 +782,13 @@ namespace {
 
 // What words add to the errors of logits and results (exact.h); 0 where none are used.
 double words_error(const Case& c, const KernelTable& table) {
-  const bool any_codes = std::any_of(c.kinds.begin(), c.kinds.end(), [](const TokenKind& k) {
-    return codecs::codec_of(k.codec_k).is_low_bits() || codecs::codec_of(k.codec_v).is_low_bits();
+  // Those of 3 bits are decoded to fp32.
+  const auto is_codes = [](CodecId id) {
+    const uint8_t bits = codecs::codec_of(id).low_bits;
+    return bits == 4 || bits == 2;
+  };
+  const bool any_codes = std::any_of(c.kinds.begin(), c.kinds.end(), [&](const TokenKind& k) {
+    return is_codes(k.codec_k) || is_codes(k.codec_v);
   });
   if (any_codes && table.exact->reads_codes && !c.plan.blocked) {
     return kErrorI8Words;

@@ -211,6 +211,9 @@ TEST(PolicyPreset, Kivi) {
   EXPECT_EQ(two.text,
             "Keys are stored as int2_channel, values as int2; of a page's 64 tokens until it is "
             "full, as bf16.\n");
+  const Preset three = resolve(params_of("kivi3"));
+  EXPECT_EQ(three.codecs[0].codec_k, uint32_t{KVM_CODEC_I3_CHANNEL});
+  EXPECT_EQ(three.codecs[0].codec_v, uint32_t{KVM_CODEC_I3});
   const Preset four = resolve(params_of("kivi4"));
   EXPECT_EQ(four.codecs[0].codec_k, uint32_t{KVM_CODEC_I4_CHANNEL});
   EXPECT_EQ(four.codecs[0].codec_v, uint32_t{KVM_CODEC_I4});
@@ -333,14 +336,14 @@ TEST(PolicyPreset, NamesAreListed) {
     EXPECT_LT(preset.text.size(), sizeof(kvm_preset{}.text)) << name;
     EXPECT_LE(preset.policies.size(), 32u) << name;
   }
-  EXPECT_EQ(n, 16u);
+  EXPECT_EQ(n, 17u);
   EXPECT_EQ(preset_name(UINT32_MAX), nullptr);
 }
 
 TEST(PolicyPreset, UnknownNamesHaveANearest) {
   const std::string all =
-      "full, streaming_llm, duo_attention, razor_attention, h2o, mikv, alisa, d2o, kivi, kivi4, "
-      "gear4, gear2, yi_lightning, minicache, skip_decode, unified_layer_skipping";
+      "full, streaming_llm, duo_attention, razor_attention, h2o, mikv, alisa, d2o, kivi, kivi3, "
+      "kivi4, gear4, gear2, yi_lightning, minicache, skip_decode, unified_layer_skipping";
   const std::pair<const char*, const char*> cases[] = {
       {"h20", "h2o"},
       {"streamingllm", "streaming_llm"},

@@ -19,23 +19,27 @@ TEST(CodecTable, SizesOfRowsOf128Channels) {
     CodecId id;
     uint64_t row_bytes, head_rows_bytes, head_params_bytes, token_bytes;
   };
-  for (const Row& row :
-       {Row{"fp32", CodecId::kF32, 512, 32768, 0, 512},
-        Row{"fp16", CodecId::kF16, 256, 16384, 0, 256},
-        Row{"bf16", CodecId::kBf16, 256, 16384, 0, 256},
-        Row{"int8", CodecId::kI8, 128, 8192, 128, 130},
-        Row{"fp8", CodecId::kF8, 128, 8192, 128, 130},
-        Row{"int8_channel", kI8Channel, 128, 8192, 256, 132}, Row{"int4", kI4, 64, 4096, 512, 72},
-        Row{"int4_channel", kI4Channel, 64, 4096, 512, 72},
-        Row{"int4_centred", kI4Centred, 64, 4096, 768, 76}, Row{"int2", kI2, 32, 2048, 512, 40},
-        Row{"int2_channel", kI2Channel, 32, 2048, 512, 40},
-        Row{"int2_centred", kI2Centred, 32, 2048, 768, 44},
-        Row{"gear4_channel", kGear4Channel, 64, 4096, 2048, 96},
-        Row{"gear4", kGear4, 64, 4096, 1792, 92},
-        Row{"gear2_channel", kGear2Channel, 32, 2048, 2048, 64},
-        Row{"gear2", kGear2, 32, 2048, 1792, 60},
-        Row{"int4_balanced", kI4Balanced, 64, 4096, 768, 76},
-        Row{"int2_balanced", kI2Balanced, 32, 2048, 768, 44}}) {
+  for (const Row& row : {Row{"fp32", CodecId::kF32, 512, 32768, 0, 512},
+                         Row{"fp16", CodecId::kF16, 256, 16384, 0, 256},
+                         Row{"bf16", CodecId::kBf16, 256, 16384, 0, 256},
+                         Row{"int8", CodecId::kI8, 128, 8192, 128, 130},
+                         Row{"fp8", CodecId::kF8, 128, 8192, 128, 130},
+                         Row{"int8_channel", kI8Channel, 128, 8192, 256, 132},
+                         Row{"int4", kI4, 64, 4096, 512, 72},
+                         Row{"int4_channel", kI4Channel, 64, 4096, 512, 72},
+                         Row{"int4_centred", kI4Centred, 64, 4096, 768, 76},
+                         Row{"int2", kI2, 32, 2048, 512, 40},
+                         Row{"int2_channel", kI2Channel, 32, 2048, 512, 40},
+                         Row{"int2_centred", kI2Centred, 32, 2048, 768, 44},
+                         Row{"gear4_channel", kGear4Channel, 64, 4096, 2048, 96},
+                         Row{"gear4", kGear4, 64, 4096, 1792, 92},
+                         Row{"gear2_channel", kGear2Channel, 32, 2048, 2048, 64},
+                         Row{"gear2", kGear2, 32, 2048, 1792, 60},
+                         Row{"int4_balanced", kI4Balanced, 64, 4096, 768, 76},
+                         Row{"int2_balanced", kI2Balanced, 32, 2048, 768, 44},
+                         Row{"int3", kI3, 48, 3072, 512, 56},
+                         Row{"int3_channel", kI3Channel, 48, 3072, 512, 56},
+                         Row{"int3_centred", kI3Centred, 48, 3072, 768, 60}}) {
     SCOPED_TRACE(row.name);
     const Codec* codec = find_codec(row.name);
     ASSERT_NE(codec, nullptr);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of 4 and 2 bits against their definition in double precision, and against the errors that
-// published settings have on keys with large channels.
+// Codes of 4, 3 and 2 bits against their definition in double precision, and against the errors
+// that published settings have on keys with large channels.
 #include "codecs/low_bits.h"
 
 #include <gtest/gtest.h>
@@ -21,11 +21,13 @@
 namespace kvm::codecs {
 namespace {
 
-const CodecId kAll[] = {kI4,        kI4Channel, kI4Centred,  kI2,
-                        kI2Channel, kI2Centred, kI4Balanced, kI2Balanced};
+const CodecId kAll[] = {kI4,         kI4Channel,  kI4Centred, kI2,        kI2Channel, kI2Centred,
+                        kI4Balanced, kI2Balanced, kI3,        kI3Channel, kI3Centred};
 
-uint32_t bits_of(CodecId id) { return id < kI2 || id == kI4Balanced ? 4 : 2; }
+uint32_t bits_of(CodecId id) { return id < kI2 || id == kI4Balanced ? 4 : id >= kI3 ? 3 : 2; }
 bool is_balanced(CodecId id) { return id == kI4Balanced || id == kI2Balanced; }
+bool is_centred(CodecId id) { return id == kI4Centred || id == kI3Centred || id == kI2Centred; }
+bool is_by_channel(CodecId id) { return id == kI4Channel || id == kI3Channel || id == kI2Channel; }
 
 struct Head {
   std::vector<uint8_t> codes;
@@ -75,27 +77,54 @@ struct Steps {
 };
 Steps steps_at(const Codec& codec, const Head& head, uint32_t dim, uint32_t t, uint32_t i) {
   const uint32_t n_groups = (dim + 63) / 64;
-  if (codec.id == kI4Channel || codec.id == kI2Channel) {
+  if (is_by_channel(codec.id)) {
     return {bf16(head, i), bf16(head, dim + i), 0, 1};
   }
   const uint64_t own = (uint64_t{t} * n_groups + i / 64) * 2;
-  const bool is_centred = codec.id == kI4Centred || codec.id == kI2Centred;
   const uint64_t channel = uint64_t{kPageTokens} * n_groups * 2 + i;
-  return {bf16(head, own), bf16(head, own + 1), is_centred ? bf16(head, channel) : 0,
+  return {bf16(head, own), bf16(head, own + 1), is_centred(codec.id) ? bf16(head, channel) : 0,
           is_balanced(codec.id) ? bf16(head, channel) : 1};
 }
 
 uint32_t code_at(const Codec& codec, const Head& head, uint32_t dim, uint32_t t, uint32_t i) {
   const uint32_t bits = bits_of(codec.id);
-  const uint8_t byte = head.codes[uint64_t{t} * dim * bits / 8 + i * bits / 8];
-  return byte >> (i * bits % 8) & ((1u << bits) - 1);
+  const uint8_t* row = head.codes.data() + uint64_t{t} * dim * bits / 8;
+  uint32_t code = 0;
+  for (uint32_t n = 0; n < bits; ++n) {
+    const uint32_t bit = i * bits + n;
+    code |= (row[bit / 8] >> bit % 8 & 1u) << n;
+  }
+  return code;
+}
+
+// The bytes of a row whose codes are 0, 1, ... up to the last, again and again.
+TEST(LowBits, ElementsLieInTheOrderOfTheirBits) {
+  struct Case {
+    CodecId id;
+    std::vector<uint8_t> row;
+  };
+  for (const Case& one :
+       {Case{kI4, {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe}},
+        Case{kI3, {0x88, 0xc6, 0xfa, 0x88, 0xc6, 0xfa}}, Case{kI2, {0xe4, 0xe4, 0xe4, 0xe4}}}) {
+    const Codec& codec = codec_of(one.id);
+    std::vector<float> rows(size_t{kPageTokens} * 16);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      rows[i] = static_cast<float>(i % (codec.last_code() + 1));
+    }
+    Head head;
+    ASSERT_TRUE(encode(codec, rows, 16, &head));
+    EXPECT_EQ(std::vector<uint8_t>(head.codes.begin(), head.codes.begin() + codec.row_bytes(16)),
+              one.row)
+        << codec.name;
+    EXPECT_EQ(decode(codec, head, 16), rows) << codec.name;
+  }
 }
 
 TEST(LowBits, AreStepsFromTheSmallestToTheLargest) {
   std::mt19937_64 random(3);
   for (const CodecId id : kAll) {
     const Codec& codec = codec_of(id);
-    const uint32_t last = bits_of(id) == 4 ? 15 : 3;
+    const uint32_t last = (1u << bits_of(id)) - 1;
     for (const uint32_t dim : {8u, 64u, 72u, 128u, 576u}) {
       SCOPED_TRACE(std::string(codec.name) + " of " + std::to_string(dim));
       const std::vector<float> rows = random_rows(dim, &random);
@@ -147,7 +176,7 @@ TEST(LowBits, MeansAreThoseOfThePage) {
   constexpr uint32_t kDim = 72;
   std::mt19937_64 random(4);
   const std::vector<float> rows = random_rows(kDim, &random);
-  for (const CodecId id : {kI4Centred, kI2Centred}) {
+  for (const CodecId id : {kI4Centred, kI3Centred, kI2Centred}) {
     Head head;
     ASSERT_TRUE(encode(codec_of(id), rows, kDim, &head));
     for (uint32_t i = 0; i < kDim; ++i) {
@@ -358,6 +387,7 @@ TEST(LowBits, LargeChannelsCostMuchByTokenAndLittleByChannelOrCentred) {
     double expected_by_token, expected_by_channel;  // of keys, in arithmetic of double precision
   };
   for (const Case& one : {Case{kI4, kI4Channel, kI4Centred, 0.271, 0.091},
+                          Case{kI3, kI3Channel, kI3Centred, 0.599, 0.195},
                           Case{kI2, kI2Channel, kI2Centred, 1.458, 0.454}}) {
     const Errors by_token = errors_of(one.by_token, keys, queries);
     const Errors by_channel = errors_of(one.by_channel, keys, queries);
@@ -428,7 +458,7 @@ TEST(LowBits, CentredKeysDoNotSeeAShift) {
   for (size_t i = 0; i < moved.size(); ++i) {
     moved[i] += static_cast<float>(i % kDim) * 0.5f - 16;
   }
-  for (const CodecId id : {kI4Centred, kI2Centred}) {
+  for (const CodecId id : {kI4Centred, kI3Centred, kI2Centred}) {
     Head head;
     Head head_moved;
     ASSERT_TRUE(encode(codec_of(id), rows, kDim, &head));

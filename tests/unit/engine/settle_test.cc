@@ -202,7 +202,8 @@ void fill_all(Rig* rig, kvm_space_id space, kvm_seq_id seq, Buffer* rows) {
 const std::pair<CodecId, CodecId> kPairs[] = {
     {codecs::kI8Channel, codecs::kI8Channel}, {codecs::kI8Channel, CodecId::kI8},
     {CodecId::kF32, codecs::kI8Channel},      {codecs::kI4Channel, codecs::kI4},
-    {codecs::kGear4Channel, codecs::kGear2},  {codecs::kI2Centred, codecs::kI2}};
+    {codecs::kGear4Channel, codecs::kGear2},  {codecs::kI2Centred, codecs::kI2},
+    {codecs::kI3Channel, codecs::kI3},        {codecs::kI3Centred, codecs::kI3}};
 
 // However tokens are cut into requests, the same bits are stored and the same answers come.
 TEST(Settle, RequestsDoNotMatter) {

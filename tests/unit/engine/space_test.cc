@@ -147,12 +147,13 @@ const std::vector<BadSpec>& bad_specs() {
        },
        KVM_ERR_UNSUPPORTED},
       {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
-      {"codec is 19; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 "
+      {"codec is 22; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 "
        "(fp8), "
        "6 (int8_channel), 7 (int4), 8 (int4_channel), 9 (int4_centred), 10 (int2), "
        "11 (int2_channel), 12 (int2_centred), 13 (gear4_channel), 14 (gear4), 15 (gear2_channel), "
-       "16 (gear2), 17 (int4_balanced), 18 (int2_balanced)",
-       [](SpaceSpec* s) { s->params.codec = 19; }},
+       "16 (gear2), 17 (int4_balanced), 18 (int2_balanced), 19 (int3), 20 (int3_channel), "
+       "21 (int3_centred)",
+       [](SpaceSpec* s) { s->params.codec = 22; }},
       {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = std::nanf(""); }},
       {"softmax_scale is -1", [](SpaceSpec* s) { s->params.softmax_scale = -1; }},
       {"logit_softcap is inf", [](SpaceSpec* s) { s->params.logit_softcap = INFINITY; }},
@@ -339,7 +340,7 @@ const std::vector<BadSpec>& bad_specs() {
          s->codecs = {demoted_to(KVM_CODEC_BF16, 99)};
        }},
       {"kv head 0 of layer 0 has KVM_MERGE_DEMOTED and codec int4_channel, whose rows cannot "
-       "change places; codecs with such rows are fp32, fp16, bf16, int8, fp8, int4 and int2",
+       "change places; codecs with such rows are fp32, fp16, bf16, int8, fp8, int4, int2, int3",
        [](SpaceSpec* s) {
          s->policies = {demoting()};
          s->codecs = {demoted_to(KVM_CODEC_I4_CHANNEL, KVM_CODEC_I2)};

@@ -52,6 +52,12 @@ impl CodecId {
     pub const I4_BALANCED: CodecId = CodecId(sys::KVM_CODEC_I4_BALANCED);
     /// 2 bits, otherwise as `I4_BALANCED`.
     pub const I2_BALANCED: CodecId = CodecId(sys::KVM_CODEC_I2_BALANCED);
+    /// 3 bits, otherwise as `I4`.
+    pub const I3: CodecId = CodecId(sys::KVM_CODEC_I3);
+    /// 3 bits, otherwise as `I4_CHANNEL`.
+    pub const I3_CHANNEL: CodecId = CodecId(sys::KVM_CODEC_I3_CHANNEL);
+    /// 3 bits, otherwise as `I4_CENTRED`.
+    pub const I3_CENTRED: CodecId = CodecId(sys::KVM_CODEC_I3_CENTRED);
 
     /// The codec of a name, such as `int8`; `None` where libkvm has none.
     #[must_use]
