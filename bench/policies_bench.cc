@@ -145,6 +145,7 @@ std::vector<Setting> settings(uint64_t n_tokens, const std::string& only = {}) {
   add("kivi3", 4, bits(3.5, 3.5));
   add("kivi4", 4, bits(4.5, 4.5));
   add("gear4", 4, bits(6, 5.75));
+  add("gear3", 4, bits(5, 4.75));
   add("yi_lightning", 4, 0.25 + 0.75 * std::min(1.0, 4096 / n));
   add("yi_lightning", 8, 0.125 + 0.75 * std::min(1.0, 4096 / n));
   // Of two rows one direction, two factors, and of 4 tokens in 64 the other row and which it is.

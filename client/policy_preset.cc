@@ -325,6 +325,31 @@ Status yi_lightning(const System&, const kvm_preset_params& params, Preset* out)
   return Status::ok();
 }
 
+// Version 2: of each block the long-term memory is a layer, and the short-term one the next, whose
+// query sees h - 1 pairs (docs/policies/memory_mosaics.md).
+Status memory_mosaics(const System&, const kvm_preset_params& params, Preset* out) {
+  if (params.n_layers % 2 != 0) {
+    return invalid("n_layers is " + said(uint64_t{params.n_layers}) +
+                   "; of two layers of memory_mosaics one is the short-term memory: there must be "
+                   "an even number");
+  }
+  const uint64_t h = params.window == 0 ? 256 : params.window;
+  if (h < 2) {
+    return invalid("window is " + said(h) +
+                   "; a short-term memory of memory_mosaics keeps one "
+                   "pair less: it must be at least 2");
+  }
+  const auto is_short = [](uint32_t layer) { return layer % 2 == 1; };
+  add_for_layers(policy_of(KVM_RETAIN_SINKS_RECENT, 0, h - 1, params.slack), params.n_layers,
+                 is_short, &out->policies);
+  out->text = "Layers " + said_layers(params.n_layers, is_short) +
+              " are short-term memories and keep the last " + said(h - 1) +
+              " pairs; the others are long-term memories and keep all.\nAppend a pair one token "
+              "late, and attend with token t's row at t - 1, or in long-term memories at t - 64; "
+              "softmax_scale is 1.\n";
+  return Status::ok();
+}
+
 // The authors pair layers from the middle of the model on.
 Status minicache(const System&, const kvm_preset_params& params, Preset* out) {
   const uint32_t n_layers = params.n_layers;
@@ -400,15 +425,19 @@ constexpr System kSystems[] = {
     {"razor_attention", kShare | kSlack | kMasks, razor_attention},
     {"h2o", kShare | kSlack, h2o},
     {"mikv", kShare | kSlack, mikv, KVM_CODEC_I2_BALANCED, KVM_CODEC_I2},
+    {"mikv3", kShare | kSlack, mikv, KVM_CODEC_I3_BALANCED, KVM_CODEC_I3},
+    {"mikv4", kShare | kSlack, mikv, KVM_CODEC_I4_BALANCED, KVM_CODEC_I4},
     {"alisa", kShare, alisa, KVM_CODEC_I8, KVM_CODEC_I8},
     {"d2o", kShare | kSlack, d2o},
     {"kivi", 0, store_rows, KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2},
     {"kivi3", 0, store_rows, KVM_CODEC_I3_CHANNEL, KVM_CODEC_I3},
     {"kivi4", 0, store_rows, KVM_CODEC_I4_CHANNEL, KVM_CODEC_I4},
     {"gear4", 0, store_rows, KVM_CODEC_GEAR4_CHANNEL, KVM_CODEC_GEAR4},
+    {"gear3", 0, store_rows, KVM_CODEC_GEAR3_CHANNEL, KVM_CODEC_GEAR3},
     {"gear2", 0, store_rows, KVM_CODEC_GEAR2_CHANNEL, KVM_CODEC_GEAR2},
     {"yi_lightning", kWindow | kSlack, yi_lightning},
     {"minicache", kPairs, minicache},
+    {"memory_mosaics", kWindow | kSlack, memory_mosaics},
     {"skip_decode", 0, skip_decode},
     {"unified_layer_skipping", kSpeedUp, unified_layer_skipping},
 };

@@ -130,6 +130,9 @@ inline constexpr CodecId kI2Balanced{18};
 inline constexpr CodecId kI3{19};
 inline constexpr CodecId kI3Channel{20};
 inline constexpr CodecId kI3Centred{21};
+inline constexpr CodecId kI3Balanced{22};
+inline constexpr CodecId kGear3Channel{23};
+inline constexpr CodecId kGear3{24};
 
 // By id, from 1 on.
 inline constexpr std::array kCodecs = {
@@ -158,6 +161,11 @@ inline constexpr std::array kCodecs = {
     Codec{kI3, "int3", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 2, 0},
     Codec{kI3Channel, "int3_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 0, 2},
     Codec{kI3Centred, "int3_centred", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 2, 1},
+    Codec{kI3Balanced, "int3_balanced", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 2, 1, 0, 0,
+          true},
+    Codec{kGear3Channel, "gear3_channel", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 0, 2, 2,
+          1},
+    Codec{kGear3, "gear3", vec::kElemI8, Scaling::kPage, CodecId::kBf16, 3, 2, 0, 2, 1},
 };
 
 // A page of two layers is read through a codec of its own for each side: ids from kFirstPair on, of

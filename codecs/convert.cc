@@ -304,24 +304,21 @@ void decode_rows(const KvPlane& plane, uint32_t row_dim, uint32_t slot, uint32_t
   convert_rows(rows_of(plane, row_dim, slot), floats, n_rows, 1, dim);
 }
 
-bool encode_page(const KvPlane& from, const KvPlane& to, uint32_t n_heads, uint32_t dim,
-                 const float* largest_q, float* scratch) {
+bool encode_page_head(const KvPlane& from, const KvPlane& to, uint16_t head, uint32_t dim,
+                      const float* largest_q, float* scratch) {
+  SourceRows source = rows_of(from, dim, 0);
+  source.heads = &head;
   if (codec_of(to.codec).rows_stand_alone()) {
-    convert_rows(rows_of(from, dim, 0), writable_rows(to, dim, 0), kPageTokens, n_heads, dim);
+    TargetRows target = writable_rows(to, dim, 0);
+    target.heads = &head;
+    convert_rows(source, target, kPageTokens, 1, dim);
     return true;
   }
-  const TargetRows rows = writable_rows({scratch, nullptr, CodecId::kF32}, dim, 0);
-  for (uint16_t head = 0; head < n_heads; ++head) {
-    SourceRows source = rows_of(from, dim, 0);
-    source.heads = &head;
-    convert_rows(source, rows, kPageTokens, 1, dim);
-    if (!encode_head(scratch, dim, largest_q == nullptr ? nullptr : largest_q + head * dim,
-                     to.codec, const_cast<uint8_t*>(row_at(to, dim, head, 0)),
-                     const_cast<uint16_t*>(params_at(to, dim, head)))) {
-      return false;
-    }
-  }
-  return true;
+  convert_rows(source, writable_rows({scratch, nullptr, CodecId::kF32}, dim, 0), kPageTokens, 1,
+               dim);
+  return encode_head(scratch, dim, largest_q, to.codec,
+                     const_cast<uint8_t*>(row_at(to, dim, head, 0)),
+                     const_cast<uint16_t*>(params_at(to, dim, head)));
 }
 
 bool encode_rows(const float* rows, const KvPlane& to, uint32_t dim, const float* largest_q) {

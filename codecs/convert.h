@@ -81,12 +81,12 @@ void convert_rows(const SourceRows& source, const TargetRows& target, uint64_t n
 void decode_rows(const KvPlane& plane, uint32_t row_dim, uint32_t slot, uint32_t n_rows,
                  uint32_t dim, float* out);
 
-// Encodes a whole page anew. dim: channels of a row. largest_q: [n_heads][dim], as
-// encode_low_bits has it, or null. scratch: [kPageTokens][dim].
-// False: an element is none that the codec of `to` can hold; `to` holds nothing then.
-// REQUIRES: both are pages of n_heads, and the caller may write to `to`.
-[[nodiscard]] bool encode_page(const KvPlane& from, const KvPlane& to, uint32_t n_heads,
-                               uint32_t dim, const float* largest_q, float* scratch);
+// Encodes a head of a whole page anew. dim: channels of a row. largest_q: [dim], as encode_low_bits
+// has it, or null. scratch: [kPageTokens][dim].
+// False: an element is none that the codec of `to` can hold; the head of `to` holds nothing then.
+// REQUIRES: both are pages with this head, and the caller may write to `to`.
+[[nodiscard]] bool encode_page_head(const KvPlane& from, const KvPlane& to, uint16_t head,
+                                    uint32_t dim, const float* largest_q, float* scratch);
 // The same of rows [kPageTokens][dim], to head 0 of `to`.
 [[nodiscard]] bool encode_rows(const float* rows, const KvPlane& to, uint32_t dim,
                                const float* largest_q);

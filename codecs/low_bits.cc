@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <cstring>
 
 #include "base/assert.h"
 #include "base/cpu_features.h"
@@ -41,28 +42,63 @@ struct Steps {
 
 Steps steps_of(float smallest, float largest, uint32_t last_code) {
   Steps steps;
-  steps.zero = bf16_below(smallest);
+  steps.zero = bf16_below(smallest + 0.0f);  // no -0: which zero comes first does not matter
   const float span = largest - bf16_to_f32(steps.zero);
   if (span > 0) {
     steps.scale = bf16_above(std::max(span / static_cast<float>(last_code), kSmallestRowScale));
   }
   return steps;
 }
+// What elements less their zero are divided by. All are 0 where there is no scale.
+float divisor_of(uint16_t scale) { return scale == 0 ? 1.0f : bf16_to_f32(scale); }
 
-uint32_t code_of(float x, float zero, float scale, uint32_t last_code) {
-  // A quotient, so that ties are ties.
-  const float steps = scale == 0 ? 0.0f : (x - zero) / scale;
-  return std::min(std::bit_cast<uint32_t>(steps + kRound) & 0xffu, last_code);
+// Loops below go over independent elements, or kLanes of them, so that compilers make vectors.
+constexpr uint32_t kLanes = 8;  // dims are multiples of it
+
+void find_bounds(const float* x, uint32_t n, float* smallest, float* largest) {
+  std::array<float, kLanes> least;
+  std::array<float, kLanes> most;
+  std::copy_n(x, kLanes, least.begin());
+  std::copy_n(x, kLanes, most.begin());
+  for (uint32_t i = kLanes; i < n; i += kLanes) {
+    for (uint32_t j = 0; j < kLanes; ++j) {
+      const float element = x[i + j];
+      least[j] = element < least[j] ? element : least[j];
+      most[j] = element > most[j] ? element : most[j];
+    }
+  }
+  *smallest = *std::min_element(least.begin(), least.end());
+  *largest = *std::max_element(most.begin(), most.end());
 }
 
-// Codes go into zeroed bytes. The last one ends with its byte: nothing behind a row is touched.
-void put_code(uint8_t* row, uint32_t bits, uint32_t i, uint32_t code) {
-  const uint32_t shift = i * bits % 8;
-  uint8_t* at = row + i * bits / 8;
-  at[0] = static_cast<uint8_t>(at[0] | code << shift);
-  if (shift + bits > 8) {
-    at[1] = static_cast<uint8_t>(at[1] | code >> (8 - shift));
+// Codes of elements, a byte each: quotients, so that ties are ties.
+void find_codes(const float* x, const float* zeros, const float* divisors, uint32_t n,
+                uint32_t last_code, uint8_t* codes) {
+  const float limit = kRound + static_cast<float>(last_code);
+  for (uint32_t i = 0; i < n; ++i) {
+    const float rounded = std::min((x[i] - zeros[i]) / divisors[i] + kRound, limit);
+    codes[i] = static_cast<uint8_t>(std::bit_cast<uint32_t>(rounded));
   }
+}
+
+// Puts n codes next to each other, eight at a time: two, then four, then all.
+static_assert(std::endian::native == std::endian::little);
+template <uint32_t kBits>
+void pack_codes(const uint8_t* codes, uint32_t n, uint8_t* row) {
+  constexpr uint64_t kOfTwo = 0x0001000100010001u * ((uint64_t{1} << 2 * kBits) - 1);
+  constexpr uint64_t kOfFour = 0x0000000100000001u * ((uint64_t{1} << 4 * kBits) - 1);
+  for (uint32_t i = 0; i < n; i += 8, row += kBits) {
+    uint64_t x;
+    std::memcpy(&x, codes + i, sizeof(x));
+    x = (x | x >> (8 - kBits)) & kOfTwo;
+    x = (x | x >> (16 - 2 * kBits)) & kOfFour;
+    x |= x >> (32 - 4 * kBits);
+    std::memcpy(row, &x, kBits);
+  }
+}
+void pack_codes(const uint8_t* codes, uint32_t n, uint32_t bits, uint8_t* row) {
+  const auto pack = bits == 4 ? pack_codes<4> : bits == 3 ? pack_codes<3> : pack_codes<2>;
+  pack(codes, n, row);
 }
 
 struct Params {
@@ -75,7 +111,13 @@ struct Params {
 };
 
 bool are_in_range(const float* rows, uint32_t n) {
-  return std::all_of(rows, rows + n, [](float x) { return magnitude_bits(x) <= kLargest; });
+  std::array<int32_t, kLanes> top{};  // magnitudes, which are no negative integers
+  for (uint32_t i = 0; i < n; i += kLanes) {
+    for (uint32_t j = 0; j < kLanes; ++j) {
+      top[j] = std::max(top[j], static_cast<int32_t>(magnitude_bits(rows[i + j])));
+    }
+  }
+  return *std::max_element(top.begin(), top.end()) <= static_cast<int32_t>(kLargest);
 }
 
 void encode_by_channel(const Codec& codec, const float* rows, uint32_t dim, uint8_t* codes,
@@ -87,8 +129,9 @@ void encode_by_channel(const Codec& codec, const float* rows, uint32_t dim, uint
   std::copy_n(rows, dim, largest.begin());
   for (uint32_t t = 1; t < kPageTokens; ++t) {
     for (uint32_t i = 0; i < dim; ++i) {
-      smallest[i] = std::min(smallest[i], rows[t * dim + i]);
-      largest[i] = std::max(largest[i], rows[t * dim + i]);
+      const float element = rows[t * dim + i];
+      smallest[i] = element < smallest[i] ? element : smallest[i];
+      largest[i] = element > largest[i] ? element : largest[i];
     }
   }
   for (uint32_t i = 0; i < dim; ++i) {
@@ -96,13 +139,12 @@ void encode_by_channel(const Codec& codec, const float* rows, uint32_t dim, uint
     params[i] = steps.scale;
     params[dim + i] = steps.zero;
     smallest[i] = bf16_to_f32(steps.zero);
-    largest[i] = bf16_to_f32(steps.scale);
+    largest[i] = divisor_of(steps.scale);
   }
+  std::array<uint8_t, kMaxHeadDim> row;
   for (uint32_t t = 0; t < kPageTokens; ++t) {
-    for (uint32_t i = 0; i < dim; ++i) {
-      put_code(codes + t * codec.row_bytes(dim), codec.bits(), i,
-               code_of(rows[t * dim + i], smallest[i], largest[i], last));
-    }
+    find_codes(rows + t * dim, smallest.data(), largest.data(), dim, last, row.data());
+    pack_codes(row.data(), dim, codec.bits(), codes + t * codec.row_bytes(dim));
   }
 }
 
@@ -110,15 +152,29 @@ void encode_by_channel(const Codec& codec, const float* rows, uint32_t dim, uint
 void find_factors(const float* rows, uint32_t dim, const float* largest_q, uint16_t* factors) {
   constexpr float kSmallestWeight = 0x1p-10f;
   const float most = largest_q == nullptr ? 0.0f : *std::max_element(largest_q, largest_q + dim);
-  for (uint32_t i = 0; i < dim; ++i) {
-    float largest = 0;
-    for (uint32_t t = 0; t < kPageTokens; ++t) {
-      largest = std::max(largest, std::fabs(rows[t * dim + i]));
+  std::array<float, kMaxHeadDim> largest{};
+  for (uint32_t t = 0; t < kPageTokens; ++t) {
+    for (uint32_t i = 0; i < dim; ++i) {
+      largest[i] = std::max(largest[i], std::fabs(rows[t * dim + i]));
     }
+  }
+  for (uint32_t i = 0; i < dim; ++i) {
     const float weight = most > 0 ? std::max(largest_q[i] / most, kSmallestWeight) : 1.0f;
     // No larger than what 2^126 has without queries: what is read is finite.
-    const float factor = std::min(std::sqrt(largest) / std::sqrt(weight), 0x1p63f);
-    factors[i] = f32_to_bf16(largest > 0 ? factor : 1.0f);
+    const float factor = std::min(std::sqrt(largest[i]) / std::sqrt(weight), 0x1p63f);
+    factors[i] = f32_to_bf16(largest[i] > 0 ? factor : 1.0f);
+  }
+}
+
+void find_means(const float* rows, uint32_t dim, uint16_t* means) {
+  std::array<double, kMaxHeadDim> sums{};
+  for (uint32_t t = 0; t < kPageTokens; ++t) {
+    for (uint32_t i = 0; i < dim; ++i) {
+      sums[i] += double{rows[t * dim + i]};
+    }
+  }
+  for (uint32_t i = 0; i < dim; ++i) {
+    means[i] = f32_to_bf16(static_cast<float>(sums[i] / kPageTokens));
   }
 }
 
@@ -128,37 +184,37 @@ void encode_by_token(const Codec& codec, const float* rows, uint32_t dim, const 
   std::array<float, kMaxHeadDim> means{};
   std::array<float, kMaxHeadDim> factors;
   factors.fill(1);
+  uint16_t* const of_channels = params + at.channels;
   if (codec.is_balanced) {
-    find_factors(rows, dim, largest_q, params + at.channels);
-    std::transform(params + at.channels, params + at.channels + dim, factors.begin(), bf16_to_f32);
+    find_factors(rows, dim, largest_q, of_channels);
+    std::transform(of_channels, of_channels + dim, factors.begin(), bf16_to_f32);
   } else if (codec.channel_params != 0) {
-    for (uint32_t i = 0; i < dim; ++i) {
-      double sum = 0;
-      for (uint32_t t = 0; t < kPageTokens; ++t) {
-        sum += double{rows[t * dim + i]};
-      }
-      params[at.channels + i] = f32_to_bf16(static_cast<float>(sum / kPageTokens));
-      means[i] = bf16_to_f32(params[at.channels + i]);
-    }
+    find_means(rows, dim, of_channels);
+    std::transform(of_channels, of_channels + dim, means.begin(), bf16_to_f32);
   }
+  std::array<float, kMaxHeadDim> rest;
+  std::array<float, Codec::kGroupChannels> zeros;
+  std::array<float, Codec::kGroupChannels> divisors;
+  std::array<uint8_t, kMaxHeadDim> row;
   for (uint32_t t = 0; t < kPageTokens; ++t) {
+    for (uint32_t i = 0; i < dim; ++i) {
+      rest[i] = (rows[t * dim + i] - means[i]) / factors[i];
+    }
     for (uint32_t g = 0; g < at.n_groups; ++g) {
       const uint32_t begin = g * Codec::kGroupChannels;
       const uint32_t n = std::min(dim - begin, Codec::kGroupChannels);
-      std::array<float, Codec::kGroupChannels> rest;
-      for (uint32_t i = 0; i < n; ++i) {
-        rest[i] = (rows[t * dim + begin + i] - means[begin + i]) / factors[begin + i];
-      }
-      const auto [smallest, largest] = std::minmax_element(rest.begin(), rest.begin() + n);
-      const Steps steps = steps_of(*smallest, *largest, codec.last_code());
+      float smallest;
+      float largest;
+      find_bounds(rest.data() + begin, n, &smallest, &largest);
+      const Steps steps = steps_of(smallest, largest, codec.last_code());
       params[at.group(t, g)] = steps.scale;
       params[at.group(t, g) + 1] = steps.zero;
-      for (uint32_t i = 0; i < n; ++i) {
-        put_code(
-            codes + t * codec.row_bytes(dim), codec.bits(), begin + i,
-            code_of(rest[i], bf16_to_f32(steps.zero), bf16_to_f32(steps.scale), codec.last_code()));
-      }
+      zeros.fill(bf16_to_f32(steps.zero));
+      divisors.fill(divisor_of(steps.scale));
+      find_codes(rest.data() + begin, zeros.data(), divisors.data(), n, codec.last_code(),
+                 row.data() + begin);
     }
+    pack_codes(row.data(), dim, codec.bits(), codes + t * codec.row_bytes(dim));
   }
 }
 
@@ -226,7 +282,6 @@ bool encode_low_bits(const Codec& codec, const float* rows, uint32_t dim, const 
   if (!are_in_range(rows, kPageTokens * dim)) {
     return false;
   }
-  std::fill_n(codes, codec.head_rows_bytes(dim), uint8_t{0});
   if (codec.group_params == 0) {
     encode_by_channel(codec, rows, dim, codes, params);
   } else {

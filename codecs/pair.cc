@@ -151,21 +151,16 @@ bool encode_pair(const Codec& codec, const float* shallow, const float* deep, ui
   return true;
 }
 
-bool encode_pair_page(const KvPlane& shallow, const KvPlane& deep, const KvPlane& to,
-                      uint32_t n_heads, uint32_t dim, float t, float* scratch) {
+bool encode_pair_head(const KvPlane& shallow, const KvPlane& deep, const KvPlane& to, uint32_t head,
+                      uint32_t dim, float t, float* scratch) {
   const Codec& codec = codec_of(to.codec);
   KVM_ASSERT(shallow.codec == codec.tail && deep.codec == codec.tail);
   const uint64_t n = uint64_t{kPageTokens} * dim;
-  for (uint32_t head = 0; head < n_heads; ++head) {
-    convert(row_at(shallow, dim, head, 0), dtype_of(codec), scratch, Dtype::kF32, n);
-    convert(row_at(deep, dim, head, 0), dtype_of(codec), scratch + n, Dtype::kF32, n);
-    if (!encode_pair(codec, scratch, scratch + n, dim, t,
+  convert(row_at(shallow, dim, head, 0), dtype_of(codec), scratch, Dtype::kF32, n);
+  convert(row_at(deep, dim, head, 0), dtype_of(codec), scratch + n, Dtype::kF32, n);
+  return encode_pair(codec, scratch, scratch + n, dim, t,
                      const_cast<uint8_t*>(row_at(to, dim, head, 0)),
-                     const_cast<uint16_t*>(params_at(to, dim, head)))) {
-      return false;
-    }
-  }
-  return true;
+                     const_cast<uint16_t*>(params_at(to, dim, head)));
 }
 
 void decode_pair(const Codec& codec, const uint8_t* rows, const uint16_t* params, uint32_t row_dim,

@@ -62,11 +62,10 @@ struct PairLayout {
 [[nodiscard]] bool encode_pair(const Codec& codec, const float* shallow, const float* deep,
                                uint32_t dim, float t, uint8_t* rows, uint16_t* params);
 
-// Encodes all heads of a page. scratch: [2][kPageTokens][dim]. False: as encode_pair.
-// REQUIRES: shallow and deep are pages of n_heads in the tail of to's codec, and the caller may
-// write to `to`.
-[[nodiscard]] bool encode_pair_page(const KvPlane& shallow, const KvPlane& deep, const KvPlane& to,
-                                    uint32_t n_heads, uint32_t dim, float t, float* scratch);
+// Encodes a head of a page. scratch: [2][kPageTokens][dim]. False: as encode_pair.
+// REQUIRES: shallow and deep are pages in the tail of to's codec, and the caller may write to `to`.
+[[nodiscard]] bool encode_pair_head(const KvPlane& shallow, const KvPlane& deep, const KvPlane& to,
+                                    uint32_t head, uint32_t dim, float t, float* scratch);
 
 // Decodes the first n channels of n_tokens tokens from `slot` on, of the codec's side. rows: of the
 // first of them, row_dim channels from row to row. out: [n_tokens][n]

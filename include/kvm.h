@@ -629,7 +629,12 @@ enum {
    * refused: as with I4. */
   KVM_CODEC_I3 = 19,
   KVM_CODEC_I3_CHANNEL = 20,
-  KVM_CODEC_I3_CENTRED = 21
+  KVM_CODEC_I3_CENTRED = 21,
+  /* "int3_balanced": I3 balanced as I4_BALANCED is, 3.75 bits. "gear3_channel" and "gear3":
+   * I3_CHANNEL and I3 as GEAR4_CHANNEL and GEAR4 are, 5 and 4.75 bits. */
+  KVM_CODEC_I3_BALANCED = 22,
+  KVM_CODEC_GEAR3_CHANNEL = 23,
+  KVM_CODEC_GEAR3 = 24
 };
 
 /* The name of a codec, "int8" for instance; NULL where there is none of that number.
@@ -786,18 +791,20 @@ typedef struct kvm_space_params {
  *   "razor_attention"         heads of kv_head_masks: 4 sinks, the larger of 4,000 and n_tokens / 5
  *                             recent, the mean of the rest (2407.15891)
  *   "h2o"                     .2 of n_tokens, half of them heavy, half recent (2306.14048)
- *   "mikv"                    the same, but what h2o drops stays in 2 bits, keys balanced
- *                             (2402.18096)
+ *   "mikv", "mikv3", "mikv4"  the same, but what h2o drops stays in 2 bits, or 3, or 4, keys
+ *                             balanced (2402.18096)
  *   "alisa"                   nothing is dropped, and attends read .2 of n_tokens, half of them the
  *                             recent ones: int8 rows, an index, SAMPLED by default (2403.17312)
  *   "d2o"                     as h2o beside 4 sinks, merged, shared out by density among layers 2
  *                             to n_layers - 2, the others whole (2406.13035)
  *   "kivi", "kivi3", "kivi4"  keys by channel, values by token, in 2, 3 or 4 bits (2402.02750)
- *   "gear4", "gear2"          the same, and what codes lose in low rank and outliers (2403.05527)
+ *   "gear4", "gear3", "gear2" the same, and what codes lose in low rank and outliers (2403.05527)
  *   "yi_lightning"            of 4 layers 3 with a window of 4,096 tokens, the fourth full, full
  *                             ones in pairs that share (2412.01253)
  *   "minicache"               the last n_pairs pairs of layers as KVM_LAYER_PAIR, with .6 and .05
  *                             (2405.14366)
+ *   "memory_mosaics"          of two layers the second forgets: it keeps the last window - 1 pairs
+ *                             (version 2, 2507.03285)
  *   "skip_decode"             no entries: text says which layers a token reaches (2307.02628)
  *   "unified_layer_skipping"  KVM_RETAIN_PROMPT for the layers that decoding skips at speed_up
  *                             (2404.06954) */
@@ -814,7 +821,7 @@ typedef struct kvm_preset_params {
    * the paper's. INVALID for systems that know no share. */
   float share;
   uint32_t n_pairs;   /* minicache: up to n_layers / 2; 0: n_layers / 4, half of the layers */
-  uint64_t window;    /* yi_lightning: tokens; 0: 4096 */
+  uint64_t window;    /* yi_lightning: tokens; 0: 4096. memory_mosaics: h; 0: 256 */
   uint64_t slack;     /* as in kvm_policy_params; INVALID where a preset has no such entries */
   /* [n_layers][2] duo_attention, razor_attention: bit h: kv head h of the layer does not retrieve;
    * required there, INVALID elsewhere. */

@@ -151,7 +151,7 @@ Status demote(StoreMemory* memory, Sequence* seq, const policies::Action& action
                                                 end, action.range.end));
   }
   Workspace scratch;
-  if (!recodings.run(0, recodings.size(), &scratch)) {
+  if (!recodings.run(0, recodings.n_planes(), &scratch)) {
     return Status::fixed(KVM_ERR_NO_MEMORY, "the machine refused memory for encoding");
   }
   recodings.place(&seq->layer_lists(action.layer)[action.class_index],

@@ -45,6 +45,7 @@ Status Recodings::add_pair(const PageEntry& shallow, const PageEntry& deep, floa
 
 Status Recodings::take_page(Page&& page) {
   reserve_growing(pages_, pages_.size() + 1);
+  reserve_growing(encoded_, encoded_.size() + planes_of_page());
   const Result<tiers::PageRef> taken = bank_->allocate(to_);
   if (!taken.is_ok()) {
     return taken.status();
@@ -52,42 +53,55 @@ Status Recodings::take_page(Page&& page) {
   page.page = taken.value();
   page.target = bank_->pages().data(page.page);
   pages_.push_back(std::move(page));
+  encoded_.resize(n_planes());
   return Status::ok();
 }
 
-// rows: [kPageTokens][larger dim]
-bool Recodings::gather(const Page& page, float* rows) const {
-  const auto encode = [&](KvPlane KvRun::*plane, uint32_t row_dim, const KvPlane& to, uint32_t dim,
-                          const float* largest_q) {
-    for (uint32_t i = 0; i < kPageTokens; ++i) {
-      const TokenRef& token = page.tokens[i];
-      codecs::decode_rows(token.run->*plane, row_dim, token.run->slot + token.index, 1, dim,
-                          rows + uint64_t{i} * dim);
-    }
-    return codecs::encode_rows(rows, to, dim, largest_q);
-  };
-  return encode(&KvRun::k, to_.dim_k, to_.k_plane(page.target), to_.dim_k, largest_q()) &&
-         (to_.v_in_k || encode(&KvRun::v, to_.dim_v, to_.v_plane(page.target), to_.dim_v, nullptr));
+// Bytes, by how much longer than plain codes of 4 bits a codec takes for each.
+uint64_t Recodings::plane_cost() const {
+  const codecs::Codec& codec = to_.k();
+  const uint64_t weight = codec.is_gear() ? 12 : codec.is_pair() ? 2 * 4 : 1;
+  return weight * uint64_t{kPageTokens} * std::max(to_.dim_k, to_.dim_v) * sizeof(uint16_t);
 }
 
-// scratch: [2][kPageTokens][larger dim]
-bool Recodings::merge(const Page& page, float* scratch) const {
-  const std::byte* shallow = page.shallow;
-  return codecs::encode_pair_page(page.from.k_plane(shallow), page.from.k_plane(page.source),
-                                  to_.k_plane(page.target), to_.n_heads, to_.dim_k, page.pair_t,
-                                  scratch) &&
-         (to_.v_in_k ||
-          codecs::encode_pair_page(page.from.v_plane(shallow), page.from.v_plane(page.source),
-                                   to_.v_plane(page.target), to_.n_heads, to_.dim_v, page.pair_t,
-                                   scratch));
+// rows: [kPageTokens][dim]
+bool Recodings::gather(const Page& page, bool is_v, const float* largest_q, float* rows) const {
+  const uint32_t dim = is_v ? to_.dim_v : to_.dim_k;
+  for (uint32_t i = 0; i < kPageTokens; ++i) {
+    const TokenRef& token = page.tokens[i];
+    codecs::decode_rows(is_v ? token.run->v : token.run->k, dim, token.run->slot + token.index, 1,
+                        dim, rows + uint64_t{i} * dim);
+  }
+  return codecs::encode_rows(rows, is_v ? to_.v_plane(page.target) : to_.k_plane(page.target), dim,
+                             largest_q);
+}
+
+// scratch: [kPageTokens][dim], of pairs twice.
+bool Recodings::encode(const Page& page, bool is_v, uint16_t head, float* scratch) const {
+  const uint32_t dim = is_v ? to_.dim_v : to_.dim_k;
+  const float* const largest_q =
+      is_v || largest_q_.empty() ? nullptr : largest_q_.data() + uint64_t{head} * dim;
+  if (!page.tokens.empty()) {
+    return gather(page, is_v, largest_q, scratch);
+  }
+  const auto plane = [is_v](const tiers::SlabClass& of, auto* data) {
+    return is_v ? of.v_plane(data) : of.k_plane(data);
+  };
+  const KvPlane from = plane(page.from, page.source);
+  const KvPlane to = plane(to_, page.target);
+  return page.shallow != nullptr
+             ? codecs::encode_pair_head(plane(page.from, page.shallow), from, to, head, dim,
+                                        page.pair_t, scratch)
+             : codecs::encode_page_head(from, to, head, dim, largest_q, scratch);
 }
 
 bool Recodings::are_encoded(uint32_t begin, uint32_t end) const {
-  return std::all_of(pages_.begin() + begin, pages_.begin() + end,
-                     [](const Page& page) { return page.is_encoded; });
+  return std::all_of(encoded_.begin() + begin, encoded_.begin() + end,
+                     [](uint8_t is_encoded) { return is_encoded != 0; });
 }
 
 bool Recodings::run(uint32_t begin, uint32_t end, Workspace* scratch) {
+  KVM_ASSERT(end <= encoded_.size());
   const uint64_t n_rows = to_.k().is_pair() ? 2 * kPageTokens : kPageTokens;
   const uint64_t n_floats = n_rows * std::max(to_.dim_k, to_.dim_v);
   auto* floats = reinterpret_cast<float*>(scratch->reserve(n_floats * sizeof(float)));
@@ -95,11 +109,11 @@ bool Recodings::run(uint32_t begin, uint32_t end, Workspace* scratch) {
     return false;
   }
   for (uint32_t i = begin; i < end; ++i) {
-    Page& page = pages_[i];
-    page.is_encoded = page.shallow != nullptr ? merge(page, floats)
-                      : page.tokens.empty() ? encode_page(page.from, page.source, to_, page.target,
-                                                          largest_q(), floats)
-                                            : gather(page, floats);
+    const uint32_t plane = i % planes_of_page();
+    encoded_[i] = encode(pages_[i / planes_of_page()], plane >= to_.n_heads,
+                         static_cast<uint16_t>(plane % to_.n_heads), floats)
+                      ? 1
+                      : 0;
   }
   return true;
 }
@@ -107,7 +121,8 @@ bool Recodings::run(uint32_t begin, uint32_t end, Workspace* scratch) {
 void Recodings::place(PageList* list, PageList* shallow) {
   for (; n_placed_ < pages_.size(); ++n_placed_) {
     const Page& page = pages_[n_placed_];
-    if (page.is_encoded) {
+    const auto first = static_cast<uint32_t>(n_placed_) * planes_of_page();
+    if (are_encoded(first, first + planes_of_page())) {
       if (page.shallow != nullptr) {  // in both or in none
         list->prepare_replace(page.block, page.block + 1, *bank_);
         shallow->prepare_replace(page.block, page.block + 1, *bank_);

@@ -3,13 +3,13 @@
 // made of tokens of several, or of the pages of both layers of a pair.
 //
 //   add(...)         driver   takes a page of the new class for each
-//   run(begin, end)  tasks    encode
+//   run(begin, end)  tasks    encode planes: K, or V, of one head of a page
 //   place(list)      driver   the new pages are the list's, the old ones go
 //
 // A page with a number that the new codecs cannot hold stays what it was. Pages that were not
 // placed go with the Recodings.
 //
-// Threads: as above; run() for each page once. Nothing else changes the list from the first add()
+// Threads: as above; run() for each plane once. Nothing else changes the list from the first add()
 // on.
 #ifndef KVM_ENGINE_RETENTION_RECODINGS_H_
 #define KVM_ENGINE_RETENTION_RECODINGS_H_
@@ -37,7 +37,7 @@ struct TokenRef {
 class Recodings {
  public:
   Recodings() = default;
-  // largest_q: as codecs::encode_page has it of K, or empty.
+  // largest_q: [n_heads][dim_k], as codecs::encode_page_head has it of each, or empty.
   Recodings(const PageBank& bank, const tiers::SlabClass& to, std::vector<float> largest_q)
       : bank_(bank), to_(to), largest_q_(std::move(largest_q)) {}
   Recodings(Recodings&&) = default;
@@ -57,13 +57,12 @@ class Recodings {
   // likewise.
   Status add_pair(const PageEntry& shallow, const PageEntry& deep, float t);
   uint32_t size() const { return static_cast<uint32_t>(pages_.size()); }
-  // Bytes that encoding page i reads.
-  uint64_t read_bytes(uint32_t i) const {
-    return pages_[i].from.page_bytes() * (pages_[i].shallow != nullptr ? 2 : 1);
-  }
+  uint32_t n_planes() const { return size() * planes_of_page(); }
+  // Bytes that encoding a plane reads, where encoding any of them costs as much as `int4` does.
+  uint64_t plane_cost() const;
   // False: the machine refused memory for the scratch; these pages stay what they were.
   [[nodiscard]] bool run(uint32_t begin, uint32_t end, Workspace* scratch);
-  // Says whether each of these could be encoded. After run().
+  // Says whether each of these planes could be encoded. After run().
   bool are_encoded(uint32_t begin, uint32_t end) const;
   // shallow: the list of a pair's shallower layer, else null. Throws std::bad_alloc: some have been
   // placed, and the rest may be later. Nothing after PageList::prepare_replace.
@@ -79,18 +78,19 @@ class Recodings {
     const std::byte* shallow = nullptr;  // where it is made of two, the other
     float pair_t = 0;
     std::byte* target = nullptr;
-    bool is_encoded = false;
   };
 
+  // K of each head, then V of each.
+  uint32_t planes_of_page() const { return to_.n_heads * (to_.v_in_k ? 1u : 2u); }
   Status take_page(Page&& page);
-  bool gather(const Page& page, float* rows) const;
-  bool merge(const Page& page, float* scratch) const;
-  const float* largest_q() const { return largest_q_.empty() ? nullptr : largest_q_.data(); }
+  bool encode(const Page& page, bool is_v, uint16_t head, float* scratch) const;
+  bool gather(const Page& page, bool is_v, const float* largest_q, float* rows) const;
 
   std::optional<PageBank> bank_;  // as long as there are pages
   tiers::SlabClass to_;
   std::vector<float> largest_q_;
   std::vector<Page> pages_;
+  std::vector<uint8_t> encoded_;  // of planes: bytes, for tasks write them side by side
   size_t n_placed_ = 0;
 };
 

@@ -10,8 +10,8 @@ namespace {
 
 // Pages of a piece that adds rows up, by their numbers: sums do not depend on how runs are cut.
 constexpr uint64_t kPiecePages = 8;
-// Bytes of a piece that encodes pages.
-constexpr uint64_t kPieceBytes = 256 << 10;
+// Cost of a piece that encodes planes of pages: some 0.05 ms.
+constexpr uint64_t kPieceCost = 64 << 10;
 // Tokens of a piece that copies rows.
 constexpr uint32_t kPieceCopies = 512;
 // Bytes that a policy looks at for each token that it may choose.
@@ -56,16 +56,13 @@ void RetentionSlice::add_piece(const Piece& piece, uint64_t n_bytes) {
 }
 
 void RetentionSlice::add_pages(uint32_t index, const Work& work, bool demotes) {
-  const uint32_t n = work.recodings.size();
-  for (uint32_t begin = 0; begin < n;) {
-    uint64_t n_bytes = 0;
-    uint32_t end = begin;
-    for (; end < n && n_bytes < kPieceBytes; ++end) {
-      n_bytes += work.recodings.read_bytes(end);
-    }
+  const uint32_t n = work.recodings.n_planes();
+  const uint64_t cost = work.recodings.plane_cost();
+  const auto each = static_cast<uint32_t>((kPieceCost + cost - 1) / cost);
+  for (uint32_t begin = 0; begin < n; begin += each) {
+    const uint32_t end = std::min(n, begin + each);
     add_piece({.work = index, .begin = begin, .end = end, .demotes = demotes},
-              n_bytes * kEncodeWeight);
-    begin = end;
+              (end - begin) * cost * kEncodeWeight);
   }
 }
 

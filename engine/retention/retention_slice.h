@@ -94,8 +94,8 @@ class RetentionSlice {
     std::vector<KvRun> kept_runs;       // what was kept before
     // recodings: pages of what is not kept, in the places of the last pages of the range.
   };
-  // A Piece of a kDemote is pages; of a kFold runs and one of its sums; of a kKeep copies, or what
-  // its TokenMerge does in this phase, or pages of demoted tokens, before copies take their rows.
+  // A Piece of a kDemote is planes of pages; of a kFold runs and one of its sums; of a kKeep copies, or what
+  // its TokenMerge does in this phase, or planes of demoted tokens, before copies take their rows.
   struct Piece {
     uint32_t work = 0;
     uint32_t begin = 0;
@@ -119,7 +119,7 @@ class RetentionSlice {
   void add_bytes(uint64_t n) { bytes_ += n; }
   void decide(uint32_t group);
 
-  // Cuts an action into pieces. demote: of its pages; fold: of its runs; keep: of its copies.
+  // Cuts an action into pieces. demote: of its planes; fold: of its runs; keep: of its copies.
   void add_demote(Work&& work, const tiers::SlabClass& slab_class);
   void add_fold(Work&& work, const tiers::SlabClass& slab_class);
   void add_keep(Work&& work, const tiers::SlabClass& slab_class);

@@ -767,15 +767,6 @@ bool hold_alike(const SlabClass& a, const SlabClass& b) {
 
 }  // namespace
 
-bool encode_page(const SlabClass& from, const std::byte* source, const SlabClass& to,
-                 std::byte* target, const float* largest_q, float* scratch) {
-  KVM_ASSERT(hold_alike(from, to));
-  return codecs::encode_page(from.k_plane(source), to.k_plane(target), to.n_heads, to.dim_k,
-                             largest_q, scratch) &&
-         (to.v_in_k || codecs::encode_page(from.v_plane(source), to.v_plane(target), to.n_heads,
-                                           to.dim_v, nullptr, scratch));
-}
-
 void copy_page_rows(const PageTable& pages, PageRef from, PageRef to, codecs::PairSide side,
                     uint32_t first, uint32_t count) {
   const SlabClass a = side == codecs::PairSide::kNone ? pages.slab_class(from)

@@ -364,13 +364,6 @@ class PageList {
   Root* restored_root_ = nullptr;
 };
 
-// Encodes a full page anew, for another slab class. largest_q: as codecs::encode_page has it of K,
-// or null. scratch: [kPageTokens][larger dim]. False: a number is none that the new codecs can
-// hold; `target` holds nothing then. REQUIRES: both classes have the same heads and dims.
-[[nodiscard]] bool encode_page(const tiers::SlabClass& from, const std::byte* source,
-                               const tiers::SlabClass& to, std::byte* target,
-                               const float* largest_q, float* scratch);
-
 // Copies rows [first, first + count) of every head from one page to another, converting where the
 // slab classes differ. side: as copy_tail has it. REQUIRES: both have the same heads and dims.
 void copy_page_rows(const tiers::PageTable& pages, tiers::PageRef from, tiers::PageRef to,

@@ -185,6 +185,7 @@ const std::vector<CodecCase>& codec_cases() {
       {"int4, int3, int2", KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2, 0.55},
       {"int4, int3, int2", KVM_CODEC_I2_CENTRED, KVM_CODEC_I2, 0.55},
       {"gear", KVM_CODEC_GEAR4_CHANNEL, KVM_CODEC_GEAR4, 0.12},
+      {"gear", KVM_CODEC_GEAR3_CHANNEL, KVM_CODEC_GEAR3, 0.25},
       {"gear", KVM_CODEC_GEAR2_CHANNEL, KVM_CODEC_GEAR2, 0.5}};
   return cases;
 }

@@ -97,6 +97,9 @@ class CodecId(enum.IntEnum):
     I3 = 19
     I3_CHANNEL = 20
     I3_CENTRED = 21
+    I3_BALANCED = 22
+    GEAR3_CHANNEL = 23
+    GEAR3 = 24
 
 
 class Rope(enum.IntEnum):

@@ -19,12 +19,12 @@ namespace kvm::attention::testing {
 namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};
-constexpr CodecId kCodecs[] = {CodecId::kF32,      CodecId::kF16,         CodecId::kBf16,
-                               CodecId::kI8,       CodecId::kF8,          codecs::kI8Channel,
-                               codecs::kI4,        codecs::kI4Channel,    codecs::kI4Centred,
-                               codecs::kI2Channel, codecs::kI2Centred,    codecs::kI2,
-                               codecs::kGear4,     codecs::kGear2Channel, codecs::kI2Balanced,
-                               codecs::kI3,        codecs::kI3Channel,    codecs::kI3Centred};
+constexpr CodecId kCodecs[] = {
+    CodecId::kF32,      CodecId::kF16,         CodecId::kBf16,      CodecId::kI8,
+    CodecId::kF8,       codecs::kI8Channel,    codecs::kI4,         codecs::kI4Channel,
+    codecs::kI4Centred, codecs::kI2Channel,    codecs::kI2Centred,  codecs::kI2,
+    codecs::kGear4,     codecs::kGear2Channel, codecs::kI2Balanced, codecs::kI3,
+    codecs::kI3Channel, codecs::kI3Centred,    codecs::kGear3,      codecs::kI3Balanced};
 
 void check(Case& c, const std::string& what) {
   c.run_reference();

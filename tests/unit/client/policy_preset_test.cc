@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace kvm::client {
@@ -184,6 +185,21 @@ TEST(PolicyPreset, MiKv) {
             "them.\n");
 }
 
+// The bits of what is demoted are a setting of the paper: 2, 3 or 4.
+TEST(PolicyPreset, MiKvOfMoreBits) {
+  const std::tuple<const char*, uint32_t, uint32_t> systems[] = {
+      {"mikv3", KVM_CODEC_I3_BALANCED, KVM_CODEC_I3},
+      {"mikv4", KVM_CODEC_I4_BALANCED, KVM_CODEC_I4}};
+  for (const auto& [name, demoted_k, demoted_v] : systems) {
+    const Preset preset = resolve(params_of(name));
+    ASSERT_EQ(preset.policies.size(), 1u);
+    EXPECT_EQ(preset.policies[0].merge, uint32_t{KVM_MERGE_DEMOTED});
+    ASSERT_EQ(preset.codecs.size(), 1u);
+    EXPECT_EQ(preset.codecs[0].demoted_k, demoted_k);
+    EXPECT_EQ(preset.codecs[0].demoted_v, demoted_v);
+  }
+}
+
 // Wan et al.: as H2O beside 4 sinks; layers 0, 1 and the last are whole.
 TEST(PolicyPreset, D2o) {
   kvm_preset_params params = params_of("d2o");
@@ -336,14 +352,39 @@ TEST(PolicyPreset, NamesAreListed) {
     EXPECT_LT(preset.text.size(), sizeof(kvm_preset{}.text)) << name;
     EXPECT_LE(preset.policies.size(), 32u) << name;
   }
-  EXPECT_EQ(n, 17u);
+  EXPECT_EQ(n, 21u);
   EXPECT_EQ(preset_name(UINT32_MAX), nullptr);
+}
+
+// h = 256 (arXiv 2507.03285): a short-term memory has pairs t - h + 1 to t - 1.
+TEST(PolicyPreset, MemoryMosaicsForgetInEverySecondLayer) {
+  Preset preset = resolve(params_of("memory_mosaics"));
+  EXPECT_TRUE(preset.layers.empty() && preset.codecs.empty());
+  ASSERT_EQ(preset.policies.size(), 16u);
+  for (uint32_t i = 0; i < 16; ++i) {
+    EXPECT_EQ(preset.policies[i].layer_begin, 2 * i + 1);
+    EXPECT_EQ(preset.policies[i].n_layers, 1u);
+    EXPECT_EQ(preset.policies[i].retention, uint32_t{KVM_RETAIN_SINKS_RECENT});
+    EXPECT_EQ(preset.policies[i].n_recent, 255u);
+    EXPECT_EQ(preset.policies[i].n_sinks, 0u);
+  }
+  kvm_preset_params params = params_of("memory_mosaics", 2);
+  params.window = 100;
+  params.slack = 64;
+  preset = resolve(params);
+  ASSERT_EQ(preset.policies.size(), 1u);
+  EXPECT_EQ(preset.policies[0].n_recent, 99u);
+  EXPECT_EQ(preset.policies[0].slack, 64u);
+  params.window = 1;
+  EXPECT_EQ(resolve_preset(params).status().code(), KVM_ERR_INVALID);
+  EXPECT_EQ(resolve_preset(params_of("memory_mosaics", 3)).status().code(), KVM_ERR_INVALID);
 }
 
 TEST(PolicyPreset, UnknownNamesHaveANearest) {
   const std::string all =
-      "full, streaming_llm, duo_attention, razor_attention, h2o, mikv, alisa, d2o, kivi, kivi3, "
-      "kivi4, gear4, gear2, yi_lightning, minicache, skip_decode, unified_layer_skipping";
+      "full, streaming_llm, duo_attention, razor_attention, h2o, mikv, mikv3, mikv4, alisa, d2o, "
+      "kivi, kivi3, kivi4, gear4, gear3, gear2, yi_lightning, minicache, "
+      "memory_mosaics, skip_decode, unified_layer_skipping";
   const std::pair<const char*, const char*> cases[] = {
       {"h20", "h2o"},
       {"streamingllm", "streaming_llm"},

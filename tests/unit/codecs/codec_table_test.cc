@@ -39,7 +39,10 @@ TEST(CodecTable, SizesOfRowsOf128Channels) {
                          Row{"int2_balanced", kI2Balanced, 32, 2048, 768, 44},
                          Row{"int3", kI3, 48, 3072, 512, 56},
                          Row{"int3_channel", kI3Channel, 48, 3072, 512, 56},
-                         Row{"int3_centred", kI3Centred, 48, 3072, 768, 60}}) {
+                         Row{"int3_centred", kI3Centred, 48, 3072, 768, 60},
+                         Row{"int3_balanced", kI3Balanced, 48, 3072, 768, 60},
+                         Row{"gear3_channel", kGear3Channel, 48, 3072, 2048, 80},
+                         Row{"gear3", kGear3, 48, 3072, 1792, 76}}) {
     SCOPED_TRACE(row.name);
     const Codec* codec = find_codec(row.name);
     ASSERT_NE(codec, nullptr);

@@ -24,7 +24,7 @@
 namespace kvm::codecs {
 namespace {
 
-const CodecId kAll[] = {kGear4Channel, kGear4, kGear2Channel, kGear2};
+const CodecId kAll[] = {kGear4Channel, kGear4, kGear3Channel, kGear3, kGear2Channel, kGear2};
 constexpr uint32_t kDims[] = {8, 64, 80, 128, 256, 576};
 
 using Rows = std::vector<float>;
@@ -37,7 +37,7 @@ Codec gear(CodecId id, uint32_t rank, uint32_t outliers) {
 }
 
 bool is_by_channel(const Codec& codec) {
-  return codec.id == kGear4Channel || codec.id == kGear2Channel;
+  return codec.id == kGear4Channel || codec.id == kGear3Channel || codec.id == kGear2Channel;
 }
 
 std::string text_of(const Codec& codec, uint32_t dim) {
@@ -78,10 +78,14 @@ struct Parts {
   double at(size_t i) const { return codes[i] + low_rank[i] + deltas[i]; }
 };
 
+uint32_t bits_of(CodecId id) {
+  return id == kGear2 || id == kGear2Channel ? 2 : id == kGear3 || id == kGear3Channel ? 3 : 4;
+}
+
 Parts parts_of(const Codec& codec, const Head& head, uint32_t dim) {
   const auto param = [&](uint64_t i) { return double{bf16_to_f32(head.params[i])}; };
   const bool by_channel = is_by_channel(codec);
-  const uint32_t bits = codec.id == kGear2 || codec.id == kGear2Channel ? 2 : 4;
+  const uint32_t bits = bits_of(codec.id);
   const uint32_t n_groups = (dim + 63) / 64;
   const size_t n = size_t{64} * dim;
   const std::vector<double> zeros(n);
@@ -90,8 +94,11 @@ Parts parts_of(const Codec& codec, const Head& head, uint32_t dim) {
   const uint64_t b = a + 64 * codec.rank;
   for (uint32_t t = 0; t < 64; ++t) {
     for (uint32_t i = 0; i < dim; ++i) {
-      const uint8_t byte = head.codes[(uint64_t{t} * dim + i) * bits / 8];
-      const uint32_t code = byte >> (i * bits % 8) & ((1u << bits) - 1);
+      uint32_t code = 0;
+      for (uint32_t bit = 0; bit < bits; ++bit) {
+        const uint64_t at = (uint64_t{t} * dim + i) * bits + bit;
+        code |= (uint32_t{head.codes[at / 8]} >> at % 8 & 1) << bit;
+      }
       const uint64_t group = 2 * (uint64_t{t} * n_groups + i / 64);
       out.codes[t * dim + i] =
           by_channel ? code * param(i) + param(dim + i) : code * param(group) + param(group + 1);
@@ -677,7 +684,7 @@ TEST(Gear, BitsAreThoseOfTheFormula) {
         for (uint32_t outliers = 0; outliers <= 2; ++outliers) {
           const Codec codec = gear(id, rank, outliers);
           const bool by_channel = is_by_channel(codec);
-          const double bits = id == kGear2 || id == kGear2Channel ? 2 : 4;
+          const double bits = bits_of(id);
           // Of a token, the last channels have steps of their own.
           const double group = by_channel ? 64 : dim / std::ceil(dim / 64.0);
           const double share = 2.0 * outliers / (by_channel ? 64 : dim);
@@ -724,22 +731,22 @@ TEST(Gear, EitherPartHelpsAndBothDoMore) {
   struct Case {
     const char* what;
     const Rows rows;
-    CodecId four, two;
+    std::array<CodecId, 3> ids;  // of 4, 3 and 2 bits
     // With groups of 64, without either part, and of GEAR's 2 % and rank 4 for all tokens, where
     // they were measured, in double precision; 0: not.
-    std::array<double, 2> expected_plain, expected_gear;
+    std::array<double, 3> expected_plain, expected_gear;
   };
   const Case cases[] = {
       {"keys",
        keys_with_large_channels(&random),
-       kGear4Channel,
-       kGear2Channel,
-       {0.091, 0.454},
-       {0.070, 0.351}},
-      {"values", values_of_uneven_tokens(&random), kGear4, kGear2, {0, 0}, {0, 0}}};
+       {kGear4Channel, kGear3Channel, kGear2Channel},
+       {0.091, 0.195, 0.454},
+       {0.070, 0, 0.351}},
+      {"values", values_of_uneven_tokens(&random), {kGear4, kGear3, kGear2}, {}, {}}};
+  const CodecId by_tokens[] = {kGear4, kGear3, kGear2};
   for (const Case& one : cases) {
-    for (const uint32_t k : {0u, 1u}) {
-      const CodecId id = k == 0 ? one.four : one.two;
+    for (const uint32_t k : {0u, 1u, 2u}) {
+      const CodecId id = one.ids[k];
       std::array<std::array<double, 2>, 5> errors;
       for (const uint32_t rank : {0u, 2u, 4u}) {
         for (const uint32_t outliers : {0u, 1u}) {
@@ -754,11 +761,12 @@ TEST(Gear, EitherPartHelpsAndBothDoMore) {
         EXPECT_LT(errors[4][outliers], 0.97 * errors[2][outliers]);
       }
       EXPECT_LT(errors[2][1], 0.9 * errors[2][0]);
+      if (one.expected_gear[k] != 0) {
+        EXPECT_NEAR(errors[2][1], one.expected_gear[k], one.expected_gear[k] / 10);
+      }
       if (one.expected_plain[k] != 0) {
         EXPECT_NEAR(errors[0][0], one.expected_plain[k], one.expected_plain[k] / 10);
-        EXPECT_NEAR(errors[2][1], one.expected_gear[k], one.expected_gear[k] / 10);
-        const double by_token = error_of(gear(k == 0 ? kGear4 : kGear2, 0, 0), one.rows);
-        EXPECT_GT(by_token, 2.5 * errors[0][0]);
+        EXPECT_GT(error_of(gear(by_tokens[k], 0, 0), one.rows), 2.5 * errors[0][0]);
       }
     }
   }

@@ -348,8 +348,11 @@ TEST(Pair, PagesOfSeveralHeads) {
   }
   std::vector<float> scratch(2 * kPageTokens * kDim);
   const KvPlane to = {planes[2].data(), params.data(), id};
-  ASSERT_TRUE(encode_pair_page({planes[0].data(), nullptr, rows}, {planes[1].data(), nullptr, rows},
-                               to, kHeads, kDim, 0.6f, scratch.data()));
+  for (uint32_t head = 0; head < kHeads; ++head) {
+    ASSERT_TRUE(encode_pair_head({planes[0].data(), nullptr, rows},
+                                 {planes[1].data(), nullptr, rows}, to, head, kDim, 0.6f,
+                                 scratch.data()));
+  }
   for (const PairSide side : {PairSide::kShallow, PairSide::kDeep}) {
     const KvPlane seen = {planes[2].data(), params.data(), seen_from(side, id)};
     for (uint16_t head = 0; head < kHeads; ++head) {

@@ -439,6 +439,7 @@ TEST(Demote, AccountsHold) {
                         Case{KVM_CODEC_I4, KVM_CODEC_I2_CHANNEL, KVM_CODEC_I2},
                         Case{KVM_CODEC_I2, KVM_CODEC_I2, KVM_CODEC_I2},
                         Case{KVM_CODEC_F16, KVM_CODEC_GEAR2_CHANNEL, KVM_CODEC_GEAR2},
+                        Case{KVM_CODEC_BF16, KVM_CODEC_I3_BALANCED, KVM_CODEC_I3},
                         Case{KVM_CODEC_F8E4M3, KVM_CODEC_I8, KVM_CODEC_F8E4M3}}) {
     SCOPED_TRACE(c.codec);
     auto store = Store::open({.host_capacity_bytes = 64 << 20}).value();

@@ -49,8 +49,8 @@ class Stored {
       std::vector<uint16_t> params(codec.head_params_bytes(kDim) / 2);
       const KvPlane plane{rows.data(), params.data(), codec_};
       std::vector<float> scratch(page.size());
-      if (!codecs::encode_page({page.data(), nullptr, CodecId::kF32}, plane, 1, kDim, nullptr,
-                               scratch.data())) {
+      if (!codecs::encode_page_head({page.data(), nullptr, CodecId::kF32}, plane, 0, kDim, nullptr,
+                                    scratch.data())) {
         continue;
       }
       codecs::convert_rows(codecs::rows_of(plane, kDim, 0),
@@ -203,7 +203,8 @@ const std::pair<CodecId, CodecId> kPairs[] = {
     {codecs::kI8Channel, codecs::kI8Channel}, {codecs::kI8Channel, CodecId::kI8},
     {CodecId::kF32, codecs::kI8Channel},      {codecs::kI4Channel, codecs::kI4},
     {codecs::kGear4Channel, codecs::kGear2},  {codecs::kI2Centred, codecs::kI2},
-    {codecs::kI3Channel, codecs::kI3},        {codecs::kI3Centred, codecs::kI3}};
+    {codecs::kI3Channel, codecs::kI3},        {codecs::kI3Centred, codecs::kI3},
+    {codecs::kGear3Channel, codecs::kGear3}};
 
 // However tokens are cut into requests, the same bits are stored and the same answers come.
 TEST(Settle, RequestsDoNotMatter) {

@@ -147,13 +147,13 @@ const std::vector<BadSpec>& bad_specs() {
        },
        KVM_ERR_UNSUPPORTED},
       {"head_dim_v is 4", [](SpaceSpec* s) { s->params.head_dim_v = 4; }},
-      {"codec is 22; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 "
+      {"codec is 25; it must be the id of a codec: 1 (fp32), 2 (fp16), 3 (bf16), 4 (int8), 5 "
        "(fp8), "
        "6 (int8_channel), 7 (int4), 8 (int4_channel), 9 (int4_centred), 10 (int2), "
        "11 (int2_channel), 12 (int2_centred), 13 (gear4_channel), 14 (gear4), 15 (gear2_channel), "
        "16 (gear2), 17 (int4_balanced), 18 (int2_balanced), 19 (int3), 20 (int3_channel), "
-       "21 (int3_centred)",
-       [](SpaceSpec* s) { s->params.codec = 22; }},
+       "21 (int3_centred), 22 (int3_balanced), 23 (gear3_channel), 24 (gear3)",
+       [](SpaceSpec* s) { s->params.codec = 25; }},
       {"softmax_scale", [](SpaceSpec* s) { s->params.softmax_scale = std::nanf(""); }},
       {"softmax_scale is -1", [](SpaceSpec* s) { s->params.softmax_scale = -1; }},
       {"logit_softcap is inf", [](SpaceSpec* s) { s->params.logit_softcap = INFINITY; }},

@@ -46,8 +46,9 @@ except ImportError:
 
 IMPLEMENTATION = "kvm"  #: the name under which attention and masks are registered
 _MAX_GROUP = 128  # query heads of a kv head
-_MAX_OBSERVED = 256  # query rows that kvm keeps of a layer (kvm_observe)
-_BALANCED = (CodecId.I4_BALANCED, CodecId.I2_BALANCED)  # keys whose codes go by what queries ask
+_OBSERVED = 32  # query rows of a prompt: kvm keeps them beside the tokens
+# Keys whose codes go by what queries ask.
+_BALANCED = (CodecId.I4_BALANCED, CodecId.I3_BALANCED, CodecId.I2_BALANCED)
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -274,7 +275,7 @@ class KvmCache(Cache):
                   key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Appends keys and values, and attends. Arrays are [entry, head, token, channel]."""
         n_entries, n_heads, n_tokens, _ = query.shape
-        if self.space._kvm_geometry.is_balanced and n_tokens > 1:
+        if self.space._kvm_geometry.is_balanced:
             self._observe(layer, tokens, query)
         o = query.new_zeros((n_entries, n_heads, n_tokens, self.space.head_dim_v))
         for begin in range(0, n_tokens, self._max_rows):
@@ -294,14 +295,14 @@ class KvmCache(Cache):
         return o
 
     def _observe(self, layer: int, tokens: _Tokens, query: torch.Tensor) -> None:
-        """Shows the last queries of a prompt's part before its keys are stored."""
+        """Shows the last queries of a prompt, or of its first part, before its keys are stored."""
         for entry, seq in enumerate(self._sequences):
             end = tokens.first[entry] + tokens.count[entry]
-            n = min(tokens.count[entry], _MAX_OBSERVED)
-            if n > 0:
+            n = min(tokens.count[entry], _OBSERVED)
+            if n > 0 and sum(self._counts[entry]) == tokens.count[entry]:
                 self._queue.observe(seq, layer,
                                     q=query[entry, :, end - n:end].transpose(0, 1).contiguous(),
-                                    query_position=sum(self._counts[entry]) - n)
+                                    query_position=tokens.count[entry] - n)
 
     def _count(self, stats: Any, n_rows: int) -> None:
         mine = self.stats

@@ -58,6 +58,12 @@ impl CodecId {
     pub const I3_CHANNEL: CodecId = CodecId(sys::KVM_CODEC_I3_CHANNEL);
     /// 3 bits, otherwise as `I4_CENTRED`.
     pub const I3_CENTRED: CodecId = CodecId(sys::KVM_CODEC_I3_CENTRED);
+    /// 3 bits, otherwise as `I4_BALANCED`.
+    pub const I3_BALANCED: CodecId = CodecId(sys::KVM_CODEC_I3_BALANCED);
+    /// 3 bits, otherwise as `GEAR4_CHANNEL`.
+    pub const GEAR3_CHANNEL: CodecId = CodecId(sys::KVM_CODEC_GEAR3_CHANNEL);
+    /// 3 bits, otherwise as `GEAR4`.
+    pub const GEAR3: CodecId = CodecId(sys::KVM_CODEC_GEAR3);
 
     /// The codec of a name, such as `int8`; `None` where libkvm has none.
     #[must_use]
