@@ -80,7 +80,7 @@ def _real(options: argparse.Namespace) -> int:
     client = (kvm.connect(options.socket) if options.socket
               else kvm.open_embedded(n_threads=options.threads))
     print(f"{'text':14} {'mode':10} {'setting':17} {'KL':>9} {'top-1':>6} {'bits/byte':>9} "
-          f"{'dense':>6} {'keys':>6} {'bytes':>6} {'exact':>6}")
+          f"{'dense':>6} {'keys':>6} {'bytes':>6} {'stored':>6} {'exact':>6}")
     with client:
         for name in texts:
             ids = [model.config.bos_token_id, *tokenizer.encode(contents[name]).ids]
@@ -95,7 +95,8 @@ def _real(options: argparse.Namespace) -> int:
                 print(f"{row.text:14} {row.mode:10} {row.setting:17} {row.kl:9.5f} "
                       f"{100 * row.top1:5.1f}% {row.bits_per_byte:9.3f} "
                       f"{row.dense_bits_per_byte:6.3f} {100 * row.keys_fraction:5.1f}% "
-                      f"{100 * row.bytes_fraction:5.1f}% {100 * row.exact_fraction:5.1f}%"
+                      f"{100 * row.bytes_fraction:5.1f}% {100 * row.stored_fraction:5.1f}% "
+                      f"{100 * row.exact_fraction:5.1f}%"
                       + ("  mixed" if row.is_mixed else ""), flush=True)
                 if options.json is not None:
                     with options.json.open("a", encoding="utf-8") as file:

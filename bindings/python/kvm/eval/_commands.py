@@ -193,7 +193,8 @@ def _tasks(options: argparse.Namespace) -> int:
         raise ValueError(f"--prompts is {options.prompts} and --facts {options.facts}; there is at "
                          "least one prompt, and a text has 1 to 64 facts")
     print(f"{'task':13} {'tokens':>6} {'prompts':>7} {'mode':10} {'setting':17} {'right':>6} "
-          f"{'dense':>6} {'difference (95 %)':>22} {'keys':>6} {'bytes':>6} {'exact':>6}")
+          f"{'dense':>6} {'difference (95 %)':>22} {'keys':>6} {'bytes':>6} {'stored':>6} "
+          f"{'exact':>6}")
     with _client(options) as client:
         for task in options.task or [_house.SINGLE_FACTS]:
             for length in lengths:
@@ -213,8 +214,9 @@ def _print_task(row: Any) -> None:
           f"{100 * row.accuracy:5.1f}% {100 * row.dense:5.1f}% "
           f"{100 * row.difference:6.2f} ({100 * row.difference_low:6.2f}, "
           f"{100 * row.difference_high:5.2f}) {100 * row.keys_fraction:5.1f}% "
-          f"{100 * row.bytes_fraction:5.1f}% {100 * row.exact_fraction:5.1f}%"
-          + ("  mixed" if row.is_mixed else "") + claim, flush=True)
+          f"{100 * row.bytes_fraction:5.1f}% {100 * row.stored_fraction:5.1f}% "
+          f"{100 * row.exact_fraction:5.1f}%" + ("  mixed" if row.is_mixed else "") + claim,
+          flush=True)
 
 
 def _record(options: argparse.Namespace) -> int:
@@ -251,12 +253,13 @@ def _record(options: argparse.Namespace) -> int:
 def _heads(options: argparse.Namespace) -> int:
     import torch
 
+    from ..integrations.transformers import model_geometry
     from . import _heads, _progress, _texts
 
     _check_heads(options)
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     subject = _subject(options.model)
-    n_layers, n_kv_heads = _heads.model_geometry(subject.model)
+    n_layers, n_kv_heads = model_geometry(subject.model)
     if options.published is not None:
         found = _heads.published(subject, options.published, sparsity=options.sparsity,
                                  threshold=options.threshold)
@@ -330,7 +333,8 @@ def _subject(name: str) -> Any:
                               [0], house.encode)
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(name)
+    model.eval()
     config = model.config.get_text_config(decoder=True)
     n_words = model.get_input_embeddings().num_embeddings
     prefix = [config.bos_token_id] if isinstance(config.bos_token_id, int) else []

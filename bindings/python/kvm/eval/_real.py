@@ -152,6 +152,7 @@ class Row:
     top1: float
     keys_fraction: float
     bytes_fraction: float
+    stored_fraction: float  # bytes that the text takes, indexes included, of those in bfloat16
     exact_fraction: float  # of the rows of an approximate mode
     is_mixed: bool  # more than 5 % of them
 
@@ -192,6 +193,15 @@ def _cache(model: Any, client: Client, setting: Setting, n_tokens: int) -> KvmCa
                     **setting.kept(n_tokens))
 
 
+def stored_fraction(cache: KvmCache, n_tokens: int) -> float:
+    """Bytes that a cache with one entry of n_tokens takes, with indexes and what policies choose
+    by, of those of bfloat16 rows."""
+    sequence = cache.sequences[0]
+    space, info = sequence.space.info(), sequence.info()
+    rows = n_tokens * space.n_layers * space.n_kv_heads * (space.head_dim_k + space.head_dim_v)
+    return (info.bytes + info.bytes_index + info.bytes_observed) / (2 * rows)
+
+
 def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int, n_scored: int,
              settings: list[Setting], report: Callable[[str], None],
              n_chunk: int = 1) -> Iterator[Row]:
@@ -214,6 +224,7 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
             with _cache(model, client, of_store[0], len(ids)) as prefilled:
                 report(f"{name}: prefill for {', '.join(dict.fromkeys(s.mode for s in of_store))}")
                 run.prefill(prefilled)
+                stored_share = stored_fraction(prefilled, run.prompt.shape[1])
                 for setting in of_store:
                     report(f"{name}: {setting.mode} {setting.setting}")
                     with copy.deepcopy(prefilled) as cache:
@@ -233,7 +244,7 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
                     yield Row("real", setting.mode, setting.setting, name, len(ids), n_scored,
                               n_chunk, bits / n_bytes, dense_bits, kl / n_scored, top1 / n_scored,
                               stats.keys_read / all_keys,
-                              stats.bytes_read / (all_keys * row_bytes), exact / rows,
+                              stats.bytes_read / (all_keys * row_bytes), stored_share, exact / rows,
                               exact / rows > 0.05)
 
 

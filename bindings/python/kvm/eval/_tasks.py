@@ -18,7 +18,7 @@ from .. import Client, Index, IndexKind
 from ..integrations.transformers import CacheStats, KvmCache
 from . import _intervals
 from ._house import SINGLE_FACTS, House, Prompts
-from ._real import Setting, index_begin
+from ._real import Setting, index_begin, stored_fraction
 
 DENSE = Setting("dense", "float32", "float32")
 LEAST_DENSE = 0.9  # accuracy below which nothing is claimed
@@ -49,6 +49,7 @@ class Row:
     design_effect: float
     keys_fraction: float
     bytes_fraction: float
+    stored_fraction: float  # bytes that the text takes, indexes included, of those in bfloat16
     exact_fraction: float  # of the rows of an approximate mode
     is_mixed: bool
     claim: bool | None  # whether difference_low > -MARGIN; None: dense is too poor to tell
@@ -61,6 +62,7 @@ class _Tally:
         self.right: list[list[bool]] = []  # of each text's questions
         self.stats = CacheStats()
         self.keys = 0  # that exact attention reads
+        self.stored: list[float] = []  # share of each text
 
     def add(self, right: list[bool], stats: CacheStats) -> None:
         self.right.append(right)
@@ -99,6 +101,7 @@ def _run(model: Any, client: Client, prompts: Prompts, alike: list[Setting], see
                   **first.kept(len(prompts.text))) as prefilled:
         for part in torch.split(torch.tensor([prompts.text]), 1024, dim=1):
             model.model(part, past_key_values=prefilled)
+        stored = stored_fraction(prefilled, len(prompts.text))
         for setting in alike:
             tally = tallies[setting.mode, setting.setting]
             with copy.deepcopy(prefilled) as cache:
@@ -109,6 +112,7 @@ def _run(model: Any, client: Client, prompts: Prompts, alike: list[Setting], see
                 found = _answers(model, cache, prompts)
                 tally.add([_is_right(prompts, i, answer) for i, answer in enumerate(found)],
                           cache.stats)
+                tally.stored.append(stored)
                 n_steps = len(prompts.questions[0]) + len(prompts.answers[0]) - 1
                 tally.keys += len(prompts.questions) * sum(
                     range(len(prompts.text) + 1, len(prompts.text) + n_steps + 1))
@@ -151,5 +155,6 @@ def _row(task: str, n_tokens: int, setting: Setting, tally: _Tally, dense: _Tall
     return Row("tasks", task, n_tokens, n, len(differences), setting.mode, setting.setting,
                right / n, accuracy_low, accuracy_high, dense_accuracy, right / n - dense_accuracy,
                low, high, won, lost, effect, stats.keys_read / keys,
-               stats.bytes_read / (keys * 2 * config.head_dim * 2), exact, exact > MIXED,
+               stats.bytes_read / (keys * 2 * config.head_dim * 2),
+               sum(tally.stored) / len(tally.stored), exact, exact > MIXED,
                low > -MARGIN if dense_accuracy >= LEAST_DENSE else None)
