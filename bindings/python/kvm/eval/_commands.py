@@ -333,19 +333,20 @@ def _subject(name: str) -> Any:
                               [0], house.encode)
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(name)
-    model.eval()
-    config = model.config.get_text_config(decoder=True)
-    n_words = model.get_input_embeddings().num_embeddings
+    pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained(name)
+    pretrained.eval()
+    config = pretrained.config.get_text_config(decoder=True)
+    n_words = pretrained.get_input_embeddings().num_embeddings
     prefix = [config.bos_token_id] if isinstance(config.bos_token_id, int) else []
     try:
         encoder: Any = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         special = {config.bos_token_id, config.eos_token_id, config.pad_token_id}
-        return _heads.Subject(model, name, [i for i in range(n_words) if i not in special], prefix)
+        words = [i for i in range(n_words) if i not in special]
+        return _heads.Subject(pretrained, name, words, prefix)
     special = set(encoder.all_special_ids)
     words = [i for i in range(min(n_words, len(encoder))) if i not in special]
-    return _heads.Subject(model, name, words, prefix,
+    return _heads.Subject(pretrained, name, words, prefix,
                           lambda text: list(encoder(text, add_special_tokens=False)["input_ids"]))
 
 
