@@ -814,8 +814,8 @@ typedef struct kvm_preset_params {
   const char *name;  /* one of those above; required */
   uint32_t n_layers; /* of the space, 1 to 512; required */
   uint32_t speed_up; /* unified_layer_skipping: n_layers / speed_up decode, at least 2; 0: 2 */
-  /* What shares are of: the length of prompts, say. 0: 4096. Only h2o, mikv, alisa, d2o,
-   * razor_attention, and streaming_llm with a share look at it. */
+  /* What shares are of: the length of prompts, say. 0: 4096. Only h2o, mikv (3, 4), alisa,
+   * d2o, razor_attention, and streaming_llm with a share look at it. */
   uint64_t n_tokens;
   /* Of n_tokens, how much a head keeps beside d2o's sinks, or is read of it: above 0, up to 1. 0:
    * the paper's. INVALID for systems that know no share. */

@@ -87,8 +87,8 @@ void find_partners(const tiers::PageTable& pages, const PageList& shallow,
   });
 }
 
-// Takes pages for a part of a kDemote: as many as read about most_bytes and as there is room for,
-// one at least. *end: where the part ends.
+// Takes pages for a part of a kDemote: as many as read about most_bytes, by the weight of the
+// target, and as there is room for, one at least. *end: where the part ends.
 Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const policies::Action& action,
                                  uint64_t most_bytes, uint64_t* end) {
   tiers::SlabClass target = seq->space().head_class(action.layer, action.class_index).slab_class;
@@ -113,7 +113,7 @@ Result<Recodings> open_recodings(StoreMemory* memory, Sequence* seq, const polic
           return;
         }
         sources.push_back({.entry = entry, .shallow = {}});
-        n_bytes += pages.page_bytes(entry.page) * (merges ? 2 : 1);
+        n_bytes += pages.page_bytes(entry.page) * (merges ? 2 : 1) * Recodings::weight(target);
         *end = n_bytes >= most_bytes ? entry.end() : *end;
       });
   if (merges) {

@@ -57,11 +57,14 @@ Status Recodings::take_page(Page&& page) {
   return Status::ok();
 }
 
-// Bytes, by how much longer than plain codes of 4 bits a codec takes for each.
+uint64_t Recodings::weight(const tiers::SlabClass& to) {
+  const bool is_gear = to.k().is_gear() || to.v().is_gear();
+  return is_gear ? 12 : to.k().is_pair() ? 4 : 1;
+}
+
 uint64_t Recodings::plane_cost() const {
-  const codecs::Codec& codec = to_.k();
-  const uint64_t weight = codec.is_gear() ? 12 : codec.is_pair() ? 2 * 4 : 1;
-  return weight * uint64_t{kPageTokens} * std::max(to_.dim_k, to_.dim_v) * sizeof(uint16_t);
+  const uint64_t n_rows = uint64_t{kPageTokens} * (to_.k().is_pair() ? 2 : 1);
+  return weight(to_) * n_rows * std::max(to_.dim_k, to_.dim_v) * sizeof(uint16_t);
 }
 
 // rows: [kPageTokens][dim]

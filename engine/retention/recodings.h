@@ -58,7 +58,9 @@ class Recodings {
   Status add_pair(const PageEntry& shallow, const PageEntry& deep, float t);
   uint32_t size() const { return static_cast<uint32_t>(pages_.size()); }
   uint32_t n_planes() const { return size() * planes_of_page(); }
-  // Bytes that encoding a plane reads, where encoding any of them costs as much as `int4` does.
+  // How much longer a byte takes to encode than as `int4`.
+  static uint64_t weight(const tiers::SlabClass& to);
+  // Bytes that encoding a plane reads, by their weight.
   uint64_t plane_cost() const;
   // False: the machine refused memory for the scratch; these pages stay what they were.
   [[nodiscard]] bool run(uint32_t begin, uint32_t end, Workspace* scratch);

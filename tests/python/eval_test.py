@@ -120,8 +120,8 @@ class Measures(unittest.TestCase):
         self.assertAlmostEqual(exact.bits_per_byte, exact.dense_bits_per_byte, delta=0.05)
         self.assertAlmostEqual(rows["exact", "int8"].bytes_fraction, 18 / 32, places=2)
         # Pages of 64 tokens.
-        self.assertAlmostEqual(exact.stored_fraction, 640 / 579, places=3)
-        self.assertAlmostEqual(rows["exact", "int8"].stored_fraction, 640 / 579 * 18 / 32, places=3)
+        self.assertAlmostEqual(exact.stored_fraction, 640 / 599, places=3)
+        self.assertAlmostEqual(rows["exact", "int8"].stored_fraction, 640 / 599 * 18 / 32, places=3)
         few, many = rows["sampled", "100"], rows["sampled", "512"]
         self.assertLess(few.keys_fraction, 1)
         self.assertGreaterEqual(few.kl, many.kl)

@@ -21,6 +21,7 @@ except ImportError as missing:
     sys.exit(77)
 
 import kvm
+from kvm.integrations import transformers as integration
 from kvm.integrations.transformers import KvmCache, NotSupportedError, use_kvm
 from models import LIMIT, Reference, eager, through_kvm
 
@@ -39,7 +40,8 @@ FAMILIES = {  # the classes NAMEConfig (or as it says) and NAMEForCausalLM
                            "num_experts_per_tok": 1}),
     "olmo": ("Olmo", {}),
 }
-OTHERS = {"cohere": ("Cohere", {})}  # rotates neighbouring channels
+OTHERS = {"cohere": ("Cohere", {}),  # rotates neighbouring channels
+          "smollm3": ("SmolLM3", {})}
 N_GENERATED = int(os.environ.get("KVM_GENERATED", "12"))  # ./dev nightly models: 500
 
 
@@ -298,9 +300,12 @@ class Generation(Case):
     def test_positions_in_the_cache(self):
         # Keys of a model's first layer do not know what stands before them: what is left of a
         # prompt can be read as a prompt of its own.
-        for family in ("llama", "cohere", "phi3"):
+        for family in integration._ROTATED:
             with self.subTest(family):
                 model = make_model(family, num_hidden_layers=1, sliding_window=None)
+                for name, parameter in model.named_parameters():
+                    if "norm" in name:  # such as may stand behind the rotation
+                        torch.nn.init.uniform_(parameter, 0.2, 2)
                 ids = prompts(n=1, length=300, left=0)["input_ids"]
                 left = torch.cat((ids[:, :4], ids[:, -36:]), dim=1)
                 expected = eager(model, lambda extra: model(left, **extra).logits[0, -1])
@@ -324,6 +329,9 @@ class Generation(Case):
             self.assertEqual(cache.sequences[0].info().n_rows_observed,
                              n_rows * model.config.num_hidden_layers)
             cache.close()
+        cache = self.cache(model, codec="int4_balanced")
+        through_kvm(model, cache, lambda extra: model(ids, **extra))
+        self.assertGreater(cache.sequences[0].info().n_rows_observed, 0)
 
     def test_presets_have_spaces_of_their_own(self):
         model = make_model("llama", num_hidden_layers=4)
@@ -429,8 +437,19 @@ class Refusals(Case):
         model.model.rotary_emb.rope_type = "dynamic"
         with self.assertRaisesRegex(NotSupportedError, "change with the length"):
             self.cache(model, policies=policies)
-        with self.assertRaisesRegex(NotSupportedError, "is not known|sets of"):
-            self.cache(make_model("gpt-oss"), policies=policies)
+        for family in ("gpt-oss", "gemma3", "smollm3"):  # the last rotates in some layers only
+            with self.assertRaisesRegex(NotSupportedError, "a model of the type"):
+                self.cache(make_model(family), policies=policies)
+
+    def test_windows_and_presets_of_layers(self):
+        model = make_model("mistral", num_hidden_layers=4, sliding_window=256)
+        ids = prompts(n=1, length=200, left=0)["input_ids"]
+        taken = []
+        for policy in (None, "minicache:n_pairs=2"):
+            cache = self.cache(model, codec="bfloat16", policy=policy)
+            through_kvm(model, cache, lambda extra, cache=cache: model(ids, **extra))
+            taken.append(cache.sequences[0].info().bytes)
+        self.assertLess(taken[1], taken[0])
 
     def test_numbers_without_a_mode_that_heeds_them(self):
         model = make_model("llama")

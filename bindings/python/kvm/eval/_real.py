@@ -193,12 +193,12 @@ def _cache(model: Any, client: Client, setting: Setting, n_tokens: int) -> KvmCa
                     **setting.kept(n_tokens))
 
 
-def stored_fraction(cache: KvmCache, n_tokens: int) -> float:
-    """Bytes that a cache with one entry of n_tokens takes, with indexes and what policies choose
-    by, of those of bfloat16 rows."""
+def stored_fraction(cache: KvmCache) -> float:
+    """Bytes that the first entry of a cache takes, with indexes and what policies choose by, of
+    those of bfloat16 rows."""
     sequence = cache.sequences[0]
     space, info = sequence.space.info(), sequence.info()
-    rows = n_tokens * space.n_layers * space.n_kv_heads * (space.head_dim_k + space.head_dim_v)
+    rows = len(sequence) * space.n_layers * space.n_kv_heads * (space.head_dim_k + space.head_dim_v)
     return (info.bytes + info.bytes_index + info.bytes_observed) / (2 * rows)
 
 
@@ -224,7 +224,6 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
             with _cache(model, client, of_store[0], len(ids)) as prefilled:
                 report(f"{name}: prefill for {', '.join(dict.fromkeys(s.mode for s in of_store))}")
                 run.prefill(prefilled)
-                stored_share = stored_fraction(prefilled, run.prompt.shape[1])
                 for setting in of_store:
                     report(f"{name}: {setting.mode} {setting.setting}")
                     with copy.deepcopy(prefilled) as cache:
@@ -236,7 +235,7 @@ def evaluate(model: Any, client: Client, name: str, ids: list[int], n_bytes: int
                             kl += float((exact_got.exp() * (exact_got - got)).sum())
                             top1 += int((got.argmax(dim=1) == likeliest).sum())
                             bits += _bits(got, target)
-                        stats = cache.stats
+                        stats, stored_share = cache.stats, stored_fraction(cache)
                     exact = stats.n_exact_rows if setting.attend else 0
                     rows = stats.n_rows if setting.attend else 1
                     # Steps that were exact throughout have no rows that were "answered exactly".

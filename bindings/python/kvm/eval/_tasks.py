@@ -101,7 +101,6 @@ def _run(model: Any, client: Client, prompts: Prompts, alike: list[Setting], see
                   **first.kept(len(prompts.text))) as prefilled:
         for part in torch.split(torch.tensor([prompts.text]), 1024, dim=1):
             model.model(part, past_key_values=prefilled)
-        stored = stored_fraction(prefilled, len(prompts.text))
         for setting in alike:
             tally = tallies[setting.mode, setting.setting]
             with copy.deepcopy(prefilled) as cache:
@@ -112,7 +111,7 @@ def _run(model: Any, client: Client, prompts: Prompts, alike: list[Setting], see
                 found = _answers(model, cache, prompts)
                 tally.add([_is_right(prompts, i, answer) for i, answer in enumerate(found)],
                           cache.stats)
-                tally.stored.append(stored)
+                tally.stored.append(stored_fraction(cache))
                 n_steps = len(prompts.questions[0]) + len(prompts.answers[0]) - 1
                 tally.keys += len(prompts.questions) * sum(
                     range(len(prompts.text) + 1, len(prompts.text) + n_steps + 1))

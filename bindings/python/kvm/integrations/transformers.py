@@ -47,6 +47,9 @@ except ImportError:
 IMPLEMENTATION = "kvm"  #: the name under which attention and masks are registered
 _MAX_GROUP = 128  # query heads of a kv head
 _OBSERVED = 32  # query rows of a prompt: kvm keeps them beside the tokens
+# Types of models whose layers all rotate keys, by one set of frequencies, and do nothing to their
+# channels behind it: nothing that a model says tells so.
+_ROTATED = ("cohere", "llama", "mistral", "olmo", "phi3", "qwen2", "qwen3")
 # Keys whose codes go by what queries ask.
 _BALANCED = (CodecId.I4_BALANCED, CodecId.I3_BALANCED, CodecId.I2_BALANCED)
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -596,6 +599,7 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
     if n_q_heads // n_kv_heads > _MAX_GROUP:
         raise NotSupportedError(f"{n_q_heads // n_kv_heads} query heads for a kv head; kvm takes "
                                 f"{_MAX_GROUP}")
+    own = {layer.begin: layer for layer in layers}  # each of one layer
     rope, inv_freq = Rope.NONE, list[float]()
     if any(policy.positions == Positions.IN_CACHE for policy in policies):
         rope, inv_freq = _rope(model)
@@ -603,18 +607,23 @@ def _register(model: Any, client: Client, name: str | None, codec: Any, preset: 
         name, n_layers=n_layers, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
         codec=codec, rope=rope, rope_inv_freq=inv_freq, logit_softcap=softcap, sink_logits=sinks,
         fingerprint=digest,
-        layers=layers + [Layer(i, window=window) for i, window in enumerate(windows) if window],
+        layers=layers + [dataclasses.replace(own.get(i, Layer(i)), window=window)
+                         for i, window in enumerate(windows) if window],
         policies=policies, codecs=codecs, indexes=indexes, default_mode=default_mode,
         default_budget=default_budget)
     made = _ModelSpace(client, space.id, space._layer_shapes)
-    is_balanced = any(codec_of(of) in _BALANCED for codec in codecs
-                      for of in (codec.codec_k, codec.demoted_k))
+    is_balanced = any(codec_of(of) in _BALANCED for of in
+                      (codec, *(k for own in codecs for k in (own.codec_k, own.demoted_k))))
     made._kvm_geometry = _Geometry(tuple(windows), softcap, sinks is not None, is_balanced)
     return made
 
 
 def _rope(model: Any) -> tuple[Rope, list[float]]:
     """How a model rotates queries and keys: which channels are a pair, and their frequencies."""
+    family = model.config.get_text_config(decoder=True).model_type
+    if family not in _ROTATED:
+        raise NotSupportedError(f"positions in the cache with a model of the type {family}; known "
+                                f"to rotate keys alike in all layers are {', '.join(_ROTATED)}")
     found = [module for module in model.modules()
              if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
     if len(found) != 1:
