@@ -156,17 +156,7 @@ std::vector<Setting> settings(uint64_t n_tokens, const std::string& only = {}) {
     all.back().depth = falling_depth(8, n_tokens);
   }
   add("unified_layer_skipping", 8, 0.5);
-  // No preset: a layer is an associative memory of the model's own (docs/policies).
-  if (only.empty() || only == "memory_mosaics") {
-    Setting mosaics{.name = "memory_mosaics", .n_layers = 2, .formula = (1 + 255 / n) / 2};
-    kvm_policy_params short_term{};
-    short_term.layer_begin = 1;
-    short_term.n_layers = 1;
-    short_term.retention = KVM_RETAIN_SINKS_RECENT;
-    short_term.n_recent = 255;
-    mosaics.policies.push_back(short_term);
-    all.push_back(std::move(mosaics));
-  }
+  add("memory_mosaics", 2, (1 + 255 / n) / 2);
   if (all.empty()) {
     Setting other{.name = only, .n_layers = 4};
     require(fill_from_preset(n_tokens, 0xfc, &other), "--policy");

@@ -4,9 +4,9 @@
 //
 //   word code = 2^8 (upper byte, signed) code + (lower byte, unsigned) code
 //
-// The integers are those of exact_codes.h, and what is done to them as floats has its order: a row
-// has the same bits in a tile as alone, where parameters are finite. Takes rows of 128 channels, or multiples; a row alone, and
-// others, go the way of exact_codes.h.
+// The integers are those of exact_codes.h, and what is done to them as floats has its order: where
+// parameters are finite, a row has the same bits in a tile as alone. Takes rows of 128 channels, or
+// multiples; a row alone, and others, go the way of exact_codes.h.
 //
 // Included by exact_codes.h, in tables with VNNI; internal linkage throughout.
 #ifndef KVM_ATTENTION_EXACT_EXACT_CODES_WIDE_H_

@@ -94,8 +94,9 @@ class RetentionSlice {
     std::vector<KvRun> kept_runs;       // what was kept before
     // recodings: pages of what is not kept, in the places of the last pages of the range.
   };
-  // A Piece of a kDemote is planes of pages; of a kFold runs and one of its sums; of a kKeep copies, or what
-  // its TokenMerge does in this phase, or planes of demoted tokens, before copies take their rows.
+  // A Piece of a kDemote is planes of pages; of a kFold runs and one of its sums; of a kKeep
+  // copies, or what its TokenMerge does in this phase, or planes of demoted tokens, before copies
+  // take their rows.
   struct Piece {
     uint32_t work = 0;
     uint32_t begin = 0;

@@ -18,8 +18,8 @@ COMMIT = COMMON | {"commit_ms", "commit_ns_per_token", "n_small", "small_p99_us"
                    "n_commits", "token_commit_us", "token_commit_p99_us"}
 SYSTEMS = {("streaming_llm", 4), ("duo_attention", 4), ("razor_attention", 4), ("h2o", 4),
            ("mikv", 4), ("alisa", 4), ("d2o", 8), ("kivi3", 4), ("kivi4", 4), ("gear4", 4),
-           ("gear3", 4), ("yi_lightning", 4), ("yi_lightning", 8), ("minicache", 4), ("skip_decode", 8),
-           ("unified_layer_skipping", 8), ("memory_mosaics", 2)}
+           ("gear3", 4), ("yi_lightning", 4), ("yi_lightning", 8), ("minicache", 4),
+           ("skip_decode", 8), ("unified_layer_skipping", 8), ("memory_mosaics", 2)}
 FULL = {("full", 2), ("full", 4), ("full", 8)}
 N_SAMPLES = 70
 
