@@ -69,6 +69,8 @@ void MemoryAhead::touch_pieces(std::unique_lock<std::mutex>* lock) {
   for (uint64_t at = 0; at < kExtentBytes && !is_forgotten_ && !is_stopping_; at += kPieceBytes) {
     lock->unlock();
     memory_->touch(touched_ + at, kPieceBytes);
+    // Where a thread that computes waits for this core, it has waited long enough.
+    std::this_thread::yield();
     lock->lock();
   }
 }
