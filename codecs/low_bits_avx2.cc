@@ -11,8 +11,11 @@ constexpr uint32_t kGroup = 64;
 // Codes of eight channels, which stand in kBits bytes.
 template <uint32_t kBits>
 inline __m256 load_codes(const uint8_t* codes) {
+  // In registers: a load that takes what two stores wrote would wait for both.
   uint32_t word = 0;
-  __builtin_memcpy(&word, codes, kBits);
+  for (uint32_t i = 0; i < kBits; ++i) {
+    word |= uint32_t{codes[i]} << 8 * i;
+  }
   const __m256i shifts =
       _mm256_setr_epi32(0, kBits, 2 * kBits, 3 * kBits, 4 * kBits, 5 * kBits, 6 * kBits, 7 * kBits);
   const __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shifts);
