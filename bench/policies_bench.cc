@@ -21,8 +21,9 @@ constexpr uint32_t kKvHeads = 8;
 constexpr uint32_t kDim = 128;
 constexpr uint64_t kRowBytes = uint64_t{kKvHeads} * kDim * sizeof(uint16_t);  // K of a token
 constexpr uint32_t kChunk = 4096;                                             // of an append
-constexpr uint32_t kSmallTokens = 256;
-constexpr uint32_t kRoom = 64;  // entries of a preset
+constexpr uint32_t kSmallTokens = 256;    // of what another client asks for
+constexpr uint32_t kMiddleTokens = 8192;  // likewise
+constexpr uint32_t kRoom = 64;            // entries of a preset
 
 // Token t reaches layers [0, n_first) and [n_layers - n_last(t), n_layers). `n_last` is the number
 // of all layers at t = 0 and never grows.
@@ -487,36 +488,61 @@ void add_lengths(const Options& options, uint64_t n_tokens, Report* report) {
   }
 }
 
-// A long prompt is committed at once, by hand, while another client asks for little; then a token
-// at a time.
+// Requests of a client: attends of one row to a sequence that is there.
+struct Asked {
+  Asked(Rig* rig, engine::ClientId client, kvm_space_id space, uint32_t n_tokens, Rows* rows)
+      : rig_(rig),
+        client_(client),
+        space_(space),
+        rows_(rows),
+        seq_(rig->create(space, 0, client)) {
+    for (uint32_t at = 0; at < n_tokens; at += kChunk) {
+      StepRequest part = Rig::query(space, seq_, 0, 1, *rows);
+      part.append = true;
+      part.items[0].n_append = std::min(n_tokens - at, kChunk);
+      part.items[0].append_position = at;
+      part.k = rows->of_layers(rows->k);
+      part.v = rows->of_layers(rows->v);
+      rig->timed(std::move(part), client);
+    }
+  }
+  double ask() { return rig_->timed(Rig::query(space_, seq_, 0, 1, *rows_), client_); }
+
+  std::vector<double> alone;
+  std::vector<double> beside;
+
+ private:
+  Rig* rig_;
+  engine::ClientId client_;
+  kvm_space_id space_;
+  Rows* rows_;
+  kvm_seq_id seq_;
+};
+
+// A long prompt is committed at once, by hand, while another client asks for little, and for more;
+// then a token at a time.
 void add_commit(const Options& options, const Setting& setting, uint32_t n_tokens,
                 uint32_t n_samples, Report* report) {
   Rig rig(options, 2 * setting.n_layers * uint64_t{n_tokens} * 2 * kRowBytes + (uint64_t{1} << 29));
   Rows rows(kChunk, setting.n_layers);
   const engine::ClientId other = rig.engine().add_client({});
   const kvm_space_id space = rig.space(setting);
-  const kvm_seq_id small = rig.create(space, 0, other);
-  StepRequest first = Rig::query(space, small, 0, 1, rows);
-  first.append = true;
-  first.items[0].n_append = kSmallTokens;
-  first.items[0].append_position = 0;
-  first.k = rows.of_layers(rows.k);
-  first.v = rows.of_layers(rows.v);
-  rig.timed(std::move(first), other);
-  const auto ask = [&] { return rig.timed(Rig::query(space, small, 0, 1, rows), other); };
+  Asked small(&rig, other, space, kSmallTokens, &rows);
+  Asked middle(&rig, other, rig.space(full(1)), std::min(kMiddleTokens, n_tokens), &rows);
 
   const kvm_seq_id seq = rig.create(space, KVM_SEQ_MANUAL_COMMIT);
   rig.append_prompt(setting, space, seq, n_tokens, rows);
-  std::vector<double> alone;
-  std::vector<double> beside;
   for (uint32_t i = 0; i < 2 * n_samples; ++i) {
-    alone.push_back(ask());
+    small.alone.push_back(small.ask());
+    middle.alone.push_back(middle.ask());
   }
   // A fork has the same tokens to commit, so that few requests beside a commit are many in the end.
-  while (beside.size() < n_samples) {
-    const kvm_seq_id again = rig.fork(seq);
-    rig.commit(again, n_tokens, [&] { beside.push_back(ask()); });
-    rig.free(again);
+  for (Asked* asked : {&small, &middle}) {
+    while (asked->beside.size() < n_samples) {
+      const kvm_seq_id again = rig.fork(seq);
+      rig.commit(again, n_tokens, [&] { asked->beside.push_back(asked->ask()); });
+      rig.free(again);
+    }
   }
   const double prompt_s = rig.commit(seq, n_tokens);
   std::vector<double> of_tokens;
@@ -530,10 +556,14 @@ void add_commit(const Options& options, const Setting& setting, uint32_t n_token
                {"tokens", n_tokens},
                {"commit_ms", prompt_s * 1e3},
                {"commit_ns_per_token", prompt_s * 1e9 / n_tokens},
-               {"n_small", beside.size()},
-               {"small_p99_us", percentile(beside, 0.99) * 1e6},
-               {"small_max_us", percentile(beside, 1.0) * 1e6},
-               {"alone_p99_us", percentile(alone, 0.99) * 1e6},
+               {"n_small", small.beside.size()},
+               {"small_p90_us", percentile(small.beside, 0.9) * 1e6},
+               {"small_p99_us", percentile(small.beside, 0.99) * 1e6},
+               {"small_max_us", percentile(small.beside, 1.0) * 1e6},
+               {"alone_p99_us", percentile(small.alone, 0.99) * 1e6},
+               {"n_middle", middle.beside.size()},
+               {"middle_p99_us", percentile(middle.beside, 0.99) * 1e6},
+               {"middle_alone_p99_us", percentile(middle.alone, 0.99) * 1e6},
                {"n_commits", of_tokens.size()},
                {"token_commit_us", median(of_tokens) * 1e6},
                {"token_commit_p99_us", percentile(of_tokens, 0.99) * 1e6}});

@@ -14,7 +14,8 @@ BENCH = pathlib.Path(os.environ["KVM_BIN_DIR"]) / "kvm-bench"
 COMMON = {"bench", "case", "system", "layers", "tokens"}
 LENGTH = COMMON | {"mb", "bytes_fraction", "formula", "step_us", "step_fraction",
                    "append_ns_per_token", "append_fraction"}
-COMMIT = COMMON | {"commit_ms", "commit_ns_per_token", "n_small", "small_p99_us", "alone_p99_us",
+COMMIT = COMMON | {"commit_ms", "commit_ns_per_token", "n_small", "small_p90_us", "small_p99_us",
+                   "alone_p99_us", "n_middle", "middle_p99_us", "middle_alone_p99_us",
                    "n_commits", "token_commit_us", "token_commit_p99_us"}
 SYSTEMS = {("streaming_llm", 4), ("duo_attention", 4), ("razor_attention", 4), ("h2o", 4),
            ("mikv", 4), ("alisa", 4), ("d2o", 8), ("kivi3", 4), ("kivi4", 4), ("gear4", 4),
@@ -46,7 +47,8 @@ class PoliciesTest(unittest.TestCase):
                                    msg=line["system"])
             self.assertGreater(line["step_fraction"], 0)
         for line in of["commit"]:
-            self.assertGreaterEqual(min(line["n_small"], line["n_commits"]), N_SAMPLES)
+            self.assertGreaterEqual(min(line["n_small"], line["n_middle"],
+                                        line["n_commits"]), N_SAMPLES)
             self.assertLessEqual(line["token_commit_us"], line["token_commit_p99_us"])
 
     def test_one_system(self):
