@@ -21,22 +21,24 @@ CLAIMED = {("mikv", 0.3), ("mikv3", 0.3), ("gear2", None), ("gear3", None)}
 MIKV_BITS = {"mikv": 2, "mikv3": 3, "mikv4": 4}
 
 
-def mikv_share(bits, share, head_dim):
+def mikv_share(bits, share, config, n_tokens):
     """The share of tokens in full at which all bytes are `share`."""
-    row = 4 * head_dim  # K and V in bfloat16
+    row = 4 * config.head_dim  # K and V in bfloat16
+    # 32 query rows in fp32, which balance keys.
+    share -= 32 * config.num_attention_heads / config.num_key_value_heads / n_tokens
     demoted = (bits + 0.75 + bits + 0.5) / 32
     per_full = 1 + 0.5 * 16 / row  # half of them heavy, with 16 bytes of where they were
     mass = 4 / row
     return (share - mass - demoted) / (per_full - demoted)
 
 
-def systems(n_layers, head_dim):
+def systems(config, n_tokens):
     """(name, share, words of the preset); share: of the bytes, None where the codec says them."""
     for share in SHARES:
         for name in ("streaming_llm", "h2o", "d2o"):
             yield name, share, f"{name}:share={share}"
         for name, bits in MIKV_BITS.items():
-            own = mikv_share(bits, share, head_dim)
+            own = mikv_share(bits, share, config, n_tokens)
             if own > 0.03:
                 yield name, share, f"{name}:share={own:.3f}"
         yield "alisa", None, f"alisa:share={share}"
@@ -45,12 +47,12 @@ def systems(n_layers, head_dim):
     for name in ("kivi", "kivi3", "kivi4", "gear2", "gear3", "gear4"):
         yield name, None, name
     for part in (8, 4, 2):
-        yield "minicache", None, f"minicache:n_pairs={max(1, n_layers // part)}"
+        n_pairs = max(1, config.num_hidden_layers // part)
+        yield "minicache", None, f"minicache:n_pairs={n_pairs}"
 
 
-def chosen(options, model, head_file):
-    config = model.config
-    for name, share, words in systems(config.num_hidden_layers, config.head_dim):
+def chosen(options, model, n_tokens, head_file):
+    for name, share, words in systems(model.config, n_tokens):
         if (options.only and name not in options.only) or name not in kvm.preset_names():
             continue
         if name in ("duo_attention", "razor_attention"):
@@ -69,7 +71,7 @@ def line(name, share, model, task, row, **more):
 
 def house_lines(options, client):
     house = _house.House(options.house)
-    wanted = list(chosen(options, house.model, options.house_heads))
+    wanted = list(chosen(options, house.model, options.tokens, options.house_heads))
     for n_prompts in sorted({options.prompts, options.claimed_prompts}):
         mine = [(name, share, setting) for name, share, setting in wanted
                 if n_prompts == (options.claimed_prompts if (name, share) in CLAIMED
@@ -89,7 +91,7 @@ def house_lines(options, client):
 
 def real_lines(options, client):
     model, tokenizer = _smollm.load(options.model)
-    wanted = list(chosen(options, model, options.real_heads))
+    wanted = list(chosen(options, model, options.real_tokens, options.real_heads))
     exact = [setting for setting in _real.SETTINGS if setting.mode == "exact"]
     settings = exact + [setting for _, _, setting in wanted]
     names = [(setting.setting, None) for setting in exact]
