@@ -175,21 +175,17 @@ template <int kRows, bool kFirst, int kBits, bool kByToken>
 template <int kRows, bool kFirst>
 inline void scores_of_codes(const StreamArgs& args, const KvItem& item, uint32_t row,
                             const uint8_t* const* reading, F* out) {
-  const bool by_token = item.k_codes.steps != nullptr;
+  return with_kind(item.elem_k, item.k_codes, [&]<int kBits, bool kByToken>() {
 #if defined(__AVX512VNNI__)
-  if constexpr (kRows == kRowTile) {
-    if (args.dim_k == kWideBlock)
-      return scores_of_wide<kFirst, kWideBlock>(args, item, row, reading, out);
-    if (is_wide<kRows>(args.dim_k))
-      return scores_of_wide<kFirst, 0>(args, item, row, reading, out);
-  }
+    if constexpr (kRows == kRowTile) {
+      if (args.dim_k == kWideBlock)
+        return scores_wide<kFirst, kBits, kByToken, kWideBlock>(args, item, row, reading, out);
+      if (is_wide<kRows>(args.dim_k))
+        return scores_wide<kFirst, kBits, kByToken, 0>(args, item, row, reading, out);
+    }
 #endif
-  if (item.elem_k == kElemCodes4) {
-    return by_token ? scores_codes<kRows, kFirst, 4, true>(args, item, row, reading, out)
-                    : scores_codes<kRows, kFirst, 4, false>(args, item, row, reading, out);
-  }
-  return by_token ? scores_codes<kRows, kFirst, 2, true>(args, item, row, reading, out)
-                  : scores_codes<kRows, kFirst, 2, false>(args, item, row, reading, out);
+    scores_codes<kRows, kFirst, kBits, kByToken>(args, item, row, reading, out);
+  });
 }
 
 // --- Values -------------------------------------------------------------------------------------
@@ -342,21 +338,17 @@ template <int kRows, bool kFirst, int kBits, bool kByToken>
 template <int kRows, bool kFirst>
 inline void values_of_codes(const StreamArgs& args, const KvItem& item, uint32_t row,
                             const float* lanes, const uint8_t* const* reading) {
-  const bool by_token = item.v_codes.steps != nullptr;
+  return with_kind(item.elem_v, item.v_codes, [&]<int kBits, bool kByToken>() {
 #if defined(__AVX512VNNI__)
-  if constexpr (kRows == kRowTile) {
-    if (args.dim_v == kWideBlock)
-      return values_of_wide<kFirst, kWideBlock>(args, item, row, lanes, reading);
-    if (is_wide<kRows>(args.dim_v))
-      return values_of_wide<kFirst, 0>(args, item, row, lanes, reading);
-  }
+    if constexpr (kRows == kRowTile) {
+      if (args.dim_v == kWideBlock)
+        return values_wide<kFirst, kBits, kByToken, kWideBlock>(args, item, row, lanes, reading);
+      if (is_wide<kRows>(args.dim_v))
+        return values_wide<kFirst, kBits, kByToken, 0>(args, item, row, lanes, reading);
+    }
 #endif
-  if (item.elem_v == kElemCodes4) {
-    return by_token ? values_codes<kRows, kFirst, 4, true>(args, item, row, lanes, reading)
-                    : values_codes<kRows, kFirst, 4, false>(args, item, row, lanes, reading);
-  }
-  return by_token ? values_codes<kRows, kFirst, 2, true>(args, item, row, lanes, reading)
-                  : values_codes<kRows, kFirst, 2, false>(args, item, row, lanes, reading);
+    values_codes<kRows, kFirst, kBits, kByToken>(args, item, row, lanes, reading);
+  });
 }
 
 }  // namespace

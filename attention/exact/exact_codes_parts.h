@@ -502,6 +502,19 @@ inline void fold_queries(const StreamArgs& args, const KvItem& item) {
   }
 }
 
+// Calls function.operator()<bits, by token> as an item's rows have them, and returns what it does.
+template <typename Function>
+[[gnu::always_inline]] inline auto with_kind(uint8_t elem, const CodeParams& params,
+                                             const Function& function) {
+  const bool by_token = params.steps != nullptr;
+  if (elem == kElemCodes4) {
+    return by_token ? function.template operator()<4, true>()
+                    : function.template operator()<4, false>();
+  }
+  return by_token ? function.template operator()<2, true>()
+                  : function.template operator()<2, false>();
+}
+
 // Asks for the rows of later items, as Reader does for rows of more bytes: an item of codes is so
 // short that its lines go with those of an item as a whole.
 class CodesAhead {
@@ -543,22 +556,20 @@ struct WordWeights {
 
 // Sums, and the largest, of 16 numbers, in the order in which exact_codes_wide.h has those of four
 // rows at once.
-inline float sum_of_item(const float* weights) {
-  __m512 x = _mm512_loadu_ps(weights);
+inline float sum_of_16(__m512 x) {
   x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
   x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
   x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
   x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
   return _mm512_cvtss_f32(x);
 }
+inline float sum_of_item(const float* weights) { return sum_of_16(_mm512_loadu_ps(weights)); }
 inline WordWeights word_weights(const float* weights, const TokenSteps* steps) {
   __m512 w = _mm512_loadu_ps(weights);
   WordWeights out;
   out.added = 0;
   if (steps != nullptr) {
-    float zeros[kItemTokens];
-    _mm512_storeu_ps(zeros, _mm512_mul_ps(w, _mm512_loadu_ps(steps->zero)));
-    out.added = sum_of_item(zeros);
+    out.added = sum_of_16(_mm512_mul_ps(w, _mm512_loadu_ps(steps->zero)));
     w = _mm512_mul_ps(w, _mm512_loadu_ps(steps->scale));
   }
   out.step = word_step_of(_mm512_reduce_max_ps(w), kLeastWeight);

@@ -30,20 +30,34 @@ constexpr uint32_t kWideTokens = 4;  // that are a vector of scores: [token][row
 
 // --- Loads --------------------------------------------------------------------------------------
 
-// The codes of 128 channels as bytes, in two planes. Byte j of plane p is, of 4 bits, channel
-// 2 j + p; of 2 bits channel 4 j + 2 p, and behind the 32nd byte 4 (j - 32) + 2 p + 1.
+// The codes of 128 channels, two in each byte: planes are the lower and the upper half of it. Byte j
+// of plane p is, of 4 bits, channel 2 j + p; of 2 bits channel 4 j + 2 p, and behind the 32nd byte
+// 4 (j - 32) + 2 p + 1.
 template <int kBits>
-inline void load_wide(const uint8_t* p, __m512i* planes) {
+inline __m512i load_wide(const uint8_t* p) {
+  if constexpr (kBits == 4)
+    return _mm512_loadu_si512(p);
+  const __m256i once = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(once), _mm256_srli_epi16(once, 2), 1);
+}
+template <int kBits>
+inline void put_halves(__m512i codes, __m512i* lower, __m512i* upper) {
   const __m512i mask = _mm512_set1_epi8((1 << kBits) - 1);
-  __m512i codes;
-  if constexpr (kBits == 4) {
-    codes = _mm512_loadu_si512(p);
-  } else {
-    const __m256i once = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    codes = _mm512_inserti64x4(_mm512_castsi256_si512(once), _mm256_srli_epi16(once, 2), 1);
-  }
-  planes[0] = _mm512_and_si512(codes, mask);
-  planes[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+  *lower = _mm512_and_si512(codes, mask);
+  *upper = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+}
+
+// Vector i gets the i-th 128 bits of each of four.
+[[gnu::always_inline]] inline void transpose_lanes(__m512i a, __m512i b, __m512i c, __m512i d,
+                                                   __m512i* out) {
+  const __m512i ab01 = _mm512_shuffle_i32x4(a, b, 0x44);
+  const __m512i ab23 = _mm512_shuffle_i32x4(a, b, 0xee);
+  const __m512i cd01 = _mm512_shuffle_i32x4(c, d, 0x44);
+  const __m512i cd23 = _mm512_shuffle_i32x4(c, d, 0xee);
+  out[0] = _mm512_shuffle_i32x4(ab01, cd01, 0x88);
+  out[1] = _mm512_shuffle_i32x4(ab01, cd01, 0xdd);
+  out[2] = _mm512_shuffle_i32x4(ab23, cd23, 0x88);
+  out[3] = _mm512_shuffle_i32x4(ab23, cd23, 0xdd);
 }
 
 // Adds products of unsigned and signed bytes to 16 sums, four to each. As the intrinsic, but for
@@ -152,7 +166,7 @@ template <int kBits, bool kByToken>
 #pragma GCC unroll 4
   for (uint32_t t = 0; t < kWideTokens; ++t) {
     __m512i x[2];
-    load_wide<kBits>(k + t * row_bytes, x);
+    put_halves<kBits>(load_wide<kBits>(k + t * row_bytes), &x[0], &x[1]);
     __m512i sums[kRowTile];
 #pragma GCC unroll 4
     for (uint32_t r = 0; r < kRowTile; ++r) {
@@ -184,7 +198,8 @@ template <int kBits, bool kByToken>
       upper[r] = lower[r] = _mm512_setzero_si512();
     for (uint32_t b = begin; b < end; ++b) {
       __m512i x[2];
-      load_wide<kBits>(k + t * row_bytes + b * 2 * code_block_bytes(kBits), x);
+      const uint8_t* from = k + t * row_bytes + b * 2 * code_block_bytes(kBits);
+      put_halves<kBits>(load_wide<kBits>(from), &x[0], &x[1]);
 #pragma GCC unroll 4
       for (uint32_t r = 0; r < kRowTile; ++r) {
         const auto* q = reinterpret_cast<const uint8_t*>(words + r * static_cast<size_t>(dim)) +
@@ -240,15 +255,14 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
     load_wide_queries(words, dim, &queries);
   const uint8_t* k = *reading;
   const CodesAhead ahead(args, reading);
-  constexpr uint32_t kStep = kByToken ? 1 : 0;  // wide blocks at a time; 0: all
 #pragma GCC unroll 1
   for (uint32_t t = 0; t < kItemTokens; t += kWideTokens, k += kWideTokens * row_bytes) {
     if (kFirst)
       ahead.ask(t * row_bytes, kWideTokens * row_bytes);
     __m512 scores = of_page;
     const uint32_t n_wide = n_blocks / 2;
-    for (uint32_t b = 0; b < n_wide; b += kStep == 0 ? n_wide : kStep) {
-      const uint32_t end = kStep == 0 ? n_wide : b + kStep;
+    for (uint32_t b = 0; b < n_wide; b += kByToken ? 1 : n_wide) {
+      const uint32_t end = kByToken ? b + 1 : n_wide;
       constexpr int kGroups = kByToken ? 2 : 1;
       __m512i sums[kGroups];
       if constexpr (kDim == kWideBlock) {
@@ -301,20 +315,12 @@ struct WideCodes {
 
 template <int kBits>
 inline void load_wide_codes(const uint8_t* v, size_t row_bytes, WideCodes* out) {
-  const __m512i mask = _mm512_set1_epi8((1 << kBits) - 1);
 #pragma GCC unroll 4
   for (uint32_t g = 0; g < kItemTokens / 4; ++g, v += 4 * row_bytes) {
     __m512i token[4];
 #pragma GCC unroll 4
-    for (uint32_t t = 0; t < 4; ++t) {
-      if constexpr (kBits == 4) {
-        token[t] = _mm512_loadu_si512(v + t * row_bytes);
-      } else {
-        const __m256i once =
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + t * row_bytes));
-        token[t] = _mm512_inserti64x4(_mm512_castsi256_si512(once), _mm256_srli_epi16(once, 2), 1);
-      }
-    }
+    for (uint32_t t = 0; t < 4; ++t)
+      token[t] = load_wide<kBits>(v + t * row_bytes);
     const __m512i lo01 = _mm512_unpacklo_epi8(token[0], token[1]);
     const __m512i hi01 = _mm512_unpackhi_epi8(token[0], token[1]);
     const __m512i lo23 = _mm512_unpacklo_epi8(token[2], token[3]);
@@ -323,10 +329,8 @@ inline void load_wide_codes(const uint8_t* v, size_t row_bytes, WideCodes* out) 
         _mm512_unpacklo_epi16(lo01, lo23), _mm512_unpackhi_epi16(lo01, lo23),
         _mm512_unpacklo_epi16(hi01, hi23), _mm512_unpackhi_epi16(hi01, hi23)};
 #pragma GCC unroll 4
-    for (uint32_t u = 0; u < 4; ++u) {
-      out->x[g][0][u] = _mm512_and_si512(columns[u], mask);
-      out->x[g][1][u] = _mm512_and_si512(_mm512_srli_epi16(columns[u], 4), mask);
-    }
+    for (uint32_t u = 0; u < 4; ++u)
+      put_halves<kBits>(columns[u], &out->x[g][0][u], &out->x[g][1][u]);
   }
 }
 
@@ -417,36 +421,30 @@ template <int kBits, bool kByToken>
 #pragma GCC unroll 16
   for (uint32_t i = 0; i < kPair * 8; ++i)
     acc[i / 8][i / 4 % 2][i % 4] = _mm512_setzero_si512();
-  __m512i own = group;
+  const auto add_all = [&]<bool kUpper>() __attribute__((always_inline)) {
+    __m512i own = group;
 #pragma GCC unroll 1
-  for (uint32_t g = 0; g < kItemTokens / 4; ++g) {
-    const __m512i w0 = _mm512_permutexvar_epi32(own, weights[0].upper);
-    const __m512i w1 = _mm512_permutexvar_epi32(own, weights[1].upper);
-    own = _mm512_add_epi32(own, one);
+    for (uint32_t g = 0; g < kItemTokens / 4; ++g) {
+      __m512i w[kPair];
+#pragma GCC unroll 2
+      for (uint32_t r = 0; r < kPair; ++r)
+        w[r] = _mm512_permutexvar_epi32(own, kUpper ? weights[r].upper : weights[r].lower);
+      own = _mm512_add_epi32(own, one);
 #pragma GCC unroll 8
-    for (uint32_t i = 0; i < 8; ++i) {
-      const __m512i x = codes.x[g][i / 4][i % 4];
-      add_bytes(&acc[0][i / 4][i % 4], x, w0);
-      add_bytes(&acc[1][i / 4][i % 4], x, w1);
+      for (uint32_t i = 0; i < 8; ++i) {
+        const __m512i x = codes.x[g][i / 4][i % 4];
+#pragma GCC unroll 2
+        for (uint32_t r = 0; r < kPair; ++r)
+          add_bytes(&acc[r][i / 4][i % 4], kUpper ? x : w[r], kUpper ? w[r] : x);
+      }
     }
-  }
+  };
+  add_all.template operator()<true>();
 #pragma GCC unroll 16
   for (uint32_t i = 0; i < kPair * 8; ++i) {
     acc[i / 8][i / 4 % 2][i % 4] = _mm512_slli_epi32(acc[i / 8][i / 4 % 2][i % 4], 8);
   }
-  own = group;
-#pragma GCC unroll 1
-  for (uint32_t g = 0; g < kItemTokens / 4; ++g) {
-    const __m512i w0 = _mm512_permutexvar_epi32(own, weights[0].lower);
-    const __m512i w1 = _mm512_permutexvar_epi32(own, weights[1].lower);
-    own = _mm512_add_epi32(own, one);
-#pragma GCC unroll 8
-    for (uint32_t i = 0; i < 8; ++i) {
-      const __m512i x = codes.x[g][i / 4][i % 4];
-      add_bytes(&acc[0][i / 4][i % 4], w0, x);
-      add_bytes(&acc[1][i / 4][i % 4], w1, x);
-    }
-  }
+  add_all.template operator()<false>();
 }
 
 // Brings the sums of a row into the order of channels: 8 vectors of 16.
@@ -461,14 +459,11 @@ template <int kBits>
       const __m512i b = _mm512_unpackhi_epi32(even[0], odd[0]);
       const __m512i c = _mm512_unpacklo_epi32(even[1], odd[1]);
       const __m512i d = _mm512_unpackhi_epi32(even[1], odd[1]);
-      const __m512i ab01 = _mm512_shuffle_i32x4(a, b, 0x44);
-      const __m512i ab23 = _mm512_shuffle_i32x4(a, b, 0xee);
-      const __m512i cd01 = _mm512_shuffle_i32x4(c, d, 0x44);
-      const __m512i cd23 = _mm512_shuffle_i32x4(c, d, 0xee);
-      out[half] = _mm512_cvtepi32_ps(_mm512_shuffle_i32x4(ab01, cd01, 0x88));
-      out[2 + half] = _mm512_cvtepi32_ps(_mm512_shuffle_i32x4(ab01, cd01, 0xdd));
-      out[4 + half] = _mm512_cvtepi32_ps(_mm512_shuffle_i32x4(ab23, cd23, 0x88));
-      out[6 + half] = _mm512_cvtepi32_ps(_mm512_shuffle_i32x4(ab23, cd23, 0xdd));
+      __m512i of_lanes[4];
+      transpose_lanes(a, b, c, d, of_lanes);
+#pragma GCC unroll 4
+      for (uint32_t lane = 0; lane < 4; ++lane)
+        out[2 * lane + half] = _mm512_cvtepi32_ps(of_lanes[lane]);
     }
   } else {
     const __m512i lower =
@@ -494,21 +489,13 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
   const uint16_t* channels = item.v_codes.channels;
   // Lane r of vector g has the weights of row r and tokens 4 g to 4 g + 3.
   static_assert(T::lane(1, 0) == 4 && T::lane(0, 4) == 16);
+  __m512i of_lanes[kRowTile];
+  transpose_lanes(_mm512_loadu_si512(lanes), _mm512_loadu_si512(lanes + 16),
+                  _mm512_loadu_si512(lanes + 32), _mm512_loadu_si512(lanes + 48), of_lanes);
   __m512 by_token[kRowTile];
-  {
-    const __m512 a = vec::load(lanes);
-    const __m512 b = vec::load(lanes + 16);
-    const __m512 c = vec::load(lanes + 32);
-    const __m512 d = vec::load(lanes + 48);
-    const __m512 ab01 = _mm512_shuffle_f32x4(a, b, 0x44);
-    const __m512 ab23 = _mm512_shuffle_f32x4(a, b, 0xee);
-    const __m512 cd01 = _mm512_shuffle_f32x4(c, d, 0x44);
-    const __m512 cd23 = _mm512_shuffle_f32x4(c, d, 0xee);
-    by_token[0] = _mm512_shuffle_f32x4(ab01, cd01, 0x88);
-    by_token[1] = _mm512_shuffle_f32x4(ab01, cd01, 0xdd);
-    by_token[2] = _mm512_shuffle_f32x4(ab23, cd23, 0x88);
-    by_token[3] = _mm512_shuffle_f32x4(ab23, cd23, 0xdd);
-  }
+#pragma GCC unroll 4
+  for (uint32_t r = 0; r < kRowTile; ++r)
+    by_token[r] = _mm512_castsi512_ps(of_lanes[r]);
   const __m512 total = sums_of_rows(by_token);
   ByteWeights bytes[kRowTile];
   TileWords words[kGroups];
@@ -580,32 +567,6 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
       vec::store(weights[r], by_token[r]);
     add_gear_values<kRowTile>(args, item, row, weights);
   }
-}
-
-// --- By what an item has ------------------------------------------------------------------------
-
-template <bool kFirst, uint32_t kDim>
-inline void scores_of_wide(const StreamArgs& args, const KvItem& item, uint32_t row,
-                           const uint8_t* const* reading, F* out) {
-  const bool by_token = item.k_codes.steps != nullptr;
-  if (item.elem_k == kElemCodes4) {
-    return by_token ? scores_wide<kFirst, 4, true, kDim>(args, item, row, reading, out)
-                    : scores_wide<kFirst, 4, false, kDim>(args, item, row, reading, out);
-  }
-  return by_token ? scores_wide<kFirst, 2, true, kDim>(args, item, row, reading, out)
-                  : scores_wide<kFirst, 2, false, kDim>(args, item, row, reading, out);
-}
-
-template <bool kFirst, uint32_t kDim>
-inline void values_of_wide(const StreamArgs& args, const KvItem& item, uint32_t row,
-                           const float* lanes, const uint8_t* const* reading) {
-  const bool by_token = item.v_codes.steps != nullptr;
-  if (item.elem_v == kElemCodes4) {
-    return by_token ? values_wide<kFirst, 4, true, kDim>(args, item, row, lanes, reading)
-                    : values_wide<kFirst, 4, false, kDim>(args, item, row, lanes, reading);
-  }
-  return by_token ? values_wide<kFirst, 2, true, kDim>(args, item, row, lanes, reading)
-                  : values_wide<kFirst, 2, false, kDim>(args, item, row, lanes, reading);
 }
 
 }  // namespace
