@@ -30,8 +30,8 @@ constexpr uint32_t kWideTokens = 4;  // that are a vector of scores: [token][row
 
 // --- Loads --------------------------------------------------------------------------------------
 
-// The codes of 128 channels, two in each byte: planes are the lower and the upper half of it. Byte j
-// of plane p is, of 4 bits, channel 2 j + p; of 2 bits channel 4 j + 2 p, and behind the 32nd byte
+// The codes of 128 channels, two in each byte: planes are its lower and its upper half. Byte j of
+// plane p is, of 4 bits, channel 2 j + p; of 2 bits channel 4 j + 2 p, and behind the 32nd byte
 // 4 (j - 32) + 2 p + 1.
 template <int kBits>
 inline __m512i load_wide(const uint8_t* p) {
