@@ -122,9 +122,7 @@ def show(found):
 
 def plot(files, out):
     """Bytes that are stored against what is lost: a panel for each model."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from kvm.eval import _plot
 
     points = collections.defaultdict(lambda: collections.defaultdict(list))
     for path in files:
@@ -135,7 +133,7 @@ def plot(files, out):
             at = points[row["model"]][row["system"], row["setting"]]
             at.append((100 * row["stored_fraction"],
                        100 * row["accuracy"] if row["kl"] is None else row["kl"]))
-    figure, axes = pyplot.subplots(1, 2, figsize=(10.6, 4.6), layout="constrained")
+    figure, axes = _plot.pyplot.subplots(1, 2, figsize=(10.6, 4.6), layout="constrained")
     panels = (("house", "facts found, %", "linear"),
               ("smollm2-135m", "KL to exact, nats a token", "log"))
     curves = sorted({system for of_model in points.values() for system, _ in of_model})
@@ -145,17 +143,16 @@ def plot(files, out):
                            sum(y for _, y in values) / len(values))
                           for (system, _), values in points[model].items() if system == curve)
             if mine:
-                axis.plot(*zip(*mine), marker="osD^vPX*<>hd"[number % 12], markersize=6,
-                          linewidth=0.8, label=curve, color=f"C{number % 10}")
+                marker = _plot.MARKERS[number % len(_plot.MARKERS)]
+                axis.plot(*zip(*mine), marker=marker, markersize=6, linewidth=0.8, label=curve,
+                          color=f"C{number % 10}")
         axis.set(title=model, xlabel="bytes stored, % of bfloat16 rows", ylabel=label,
                  yscale=scale)
         axis.grid(True, linewidth=0.3)
     handles = {name: handle for axis in axes
                for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
-    # The same lines give the same file.
-    with pyplot.rc_context({"svg.hashsalt": "kvm", "svg.fonttype": "none"}):
-        figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    _plot.save(figure, out)
 
 
 def main():

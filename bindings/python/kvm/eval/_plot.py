@@ -19,7 +19,7 @@ from matplotlib import pyplot, ticker  # noqa: E402
 # By the kind of line: what the ordinate is, its name, and what a panel is.
 _QUALITY = {"real": ("kl", "KL to exact, nats a token", "text"),
             "tensors": ("error", "mean relative error of o", "record")}
-_MARKERS = "osD^vPX*<>"
+MARKERS = "osD^vPX*<>"
 
 
 def plot(files: Iterable[Path], out: Path, is_mean: bool) -> int:
@@ -51,7 +51,7 @@ def plot(files: Iterable[Path], out: Path, is_mean: bool) -> int:
             if not mine:
                 continue
             xs, ys, names = zip(*mine, strict=True)
-            axis.plot(xs, ys, marker=_MARKERS[number % len(_MARKERS)], markersize=5, linewidth=1,
+            axis.plot(xs, ys, marker=MARKERS[number % len(MARKERS)], markersize=5, linewidth=1,
                       label=curve, color=f"C{number % 10}",
                       linestyle="none" if curve.startswith("exact") else "-")
             for x, y, name in mine:
@@ -69,11 +69,15 @@ def plot(files: Iterable[Path], out: Path, is_mean: bool) -> int:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7)
-    # Without the date and with fixed names inside, the same figures give the same file.
+    save(figure, out)
+    return sum(len(settings) for settings in points.values())
+
+
+def save(figure: Any, out: Path) -> None:
+    """Without the date and with fixed names inside: the same figures give the same file."""
     with pyplot.rc_context({"svg.hashsalt": "kvm-eval", "svg.fonttype": "none"}):
         figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
     pyplot.close(figure)
-    return sum(len(settings) for settings in points.values())
 
 
 _Points = dict[str, dict[tuple[str, str], tuple[float, float]]]

@@ -18,7 +18,6 @@ import hashlib
 import inspect
 import os
 import struct
-import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
@@ -48,8 +47,9 @@ IMPLEMENTATION = "kvm"  #: the name under which attention and masks are register
 _MAX_GROUP = 128  # query heads of a kv head
 _OBSERVED = 32  # query rows of a prompt: kvm keeps them beside the tokens
 # Types of models whose layers all rotate keys, by one set of frequencies, and do nothing to their
-# channels behind it: nothing that a model says tells so.
-_ROTATED = ("cohere", "llama", "mistral", "olmo", "phi3", "qwen2", "qwen3")
+# channels behind it; and which channels are a pair. Nothing that a model says tells so.
+_ROTATED = {"cohere": Rope.INTERLEAVED, "llama": Rope.HALF, "mistral": Rope.HALF,
+            "olmo": Rope.HALF, "phi3": Rope.HALF, "qwen2": Rope.HALF, "qwen3": Rope.HALF}
 # Keys whose codes go by what queries ask.
 _BALANCED = (CodecId.I4_BALANCED, CodecId.I3_BALANCED, CodecId.I2_BALANCED)
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -302,7 +302,9 @@ class KvmCache(Cache):
         for entry, seq in enumerate(self._sequences):
             end = tokens.first[entry] + tokens.count[entry]
             n = min(tokens.count[entry], _OBSERVED)
-            if n > 0 and sum(self._counts[entry]) == tokens.count[entry]:
+            counts = self._counts[entry]
+            # Looks at few of them: most passes have tokens.
+            if n > 0 and not any(counts[i] for i in range(len(counts) - 1)):
                 self._queue.observe(seq, layer,
                                     q=query[entry, :, end - n:end].transpose(0, 1).contiguous(),
                                     query_position=tokens.count[entry] - n)
@@ -634,19 +636,7 @@ def _rope(model: Any) -> tuple[Rope, list[float]]:
     if kind in ("dynamic", "longrope"):
         raise NotSupportedError(f"positions in the cache with rotary frequencies that change with "
                                 f"the length (rope_type {kind})")
-    inv_freq: list[float] = rotary.inv_freq.float().tolist()
-    # Classes say it in no attribute, so a row is rotated to see.
-    rotate = getattr(sys.modules[type(rotary).__module__], "rotate_half", None)
-    n = len(inv_freq)
-    row = torch.arange(1.0, 2 * n + 1)
-    if rotate is not None:
-        turned = rotate(row)
-        if torch.equal(turned, torch.cat((-row[n:], row[:n]))):
-            return Rope.HALF, inv_freq
-        if torch.equal(turned, torch.stack((-row[1::2], row[::2]), dim=-1).flatten()):
-            return Rope.INTERLEAVED, inv_freq
-    raise NotSupportedError(f"positions in the cache with {type(rotary).__name__}: how it pairs "
-                            "channels is not known")
+    return _ROTATED[family], rotary.inv_freq.float().tolist()
 
 
 def _windows(config: Any, n_layers: int) -> list[int]:
