@@ -277,6 +277,20 @@ TEST(Movement, AWorkingSetOfThreeTimesTheMemory) {
   }
 }
 
+// Of random histories; below(n) is a random number below n.
+template <typename Below>
+Status move_somewhere(World* world, kvm_seq_id seq, const Below& below) {
+  return below(2) == 0 ? world->rig.engine->prefetch(seq) : world->rig.engine->send_away(seq);
+}
+template <typename Below>
+PriorityRange some_range(const Below& below) {
+  const uint64_t begin = below(4000);
+  return {.priority = static_cast<uint32_t>(below(101)),
+          .begin = begin,
+          .end = begin + 1 + below(2000),
+          .keep_ns = below(3) == 0 ? 1 + below(1000) : 0};
+}
+
 // Random requests about random sequences beside an engine with all of it in memory; pages go and
 // come in any order, some writes fail, and callers send, fetch and set priorities besides.
 TEST(Movement, AnyHistory) {
@@ -332,16 +346,9 @@ TEST(Movement, AnyHistory) {
         EXPECT_TRUE(large.verb(SeqVerb::kFree, seq.large).status.is_ok());
         seqs.erase(seqs.begin() + static_cast<ptrdiff_t>(at));
       } else if (dice == 10) {
-        EXPECT_TRUE((below(2) == 0 ? world.rig.engine->prefetch(seq.small)
-                                   : world.rig.engine->send_away(seq.small))
-                        .is_ok());
+        EXPECT_TRUE(move_somewhere(&world, seq.small, below).is_ok());
       } else if (dice == 11) {
-        const uint64_t begin = below(4000);
-        const kvm_status status =
-            world.set_priority(seq.small, {.priority = static_cast<uint32_t>(below(101)),
-                                           .begin = begin,
-                                           .end = begin + 1 + below(2000),
-                                           .keep_ns = below(3) == 0 ? 1 + below(1000) : 0});
+        const kvm_status status = world.set_priority(seq.small, some_range(below));
         EXPECT_TRUE(status == KVM_OK || status == KVM_ERR_LIMIT);
         world.clock.advance(below(500));
       }
@@ -471,16 +478,9 @@ TEST(Movement, DroppedTokensInAnyHistory) {
         seqs.erase(seqs.begin() + static_cast<ptrdiff_t>(at));
         continue;
       } else if (dice == 10) {
-        EXPECT_TRUE((below(2) == 0 ? world.rig.engine->prefetch(seq.small)
-                                   : world.rig.engine->send_away(seq.small))
-                        .is_ok());
+        EXPECT_TRUE(move_somewhere(&world, seq.small, below).is_ok());
       } else if (dice == 11) {
-        const uint64_t begin = below(4000);
-        const PriorityRange range{.priority = static_cast<uint32_t>(below(101)),
-                                  .begin = begin,
-                                  .end = begin + 1 + below(2000),
-                                  .keep_ns = below(3) == 0 ? 1 + below(1000) : 0};
-        world.set_priority(seq.small, range);  // or it has too many
+        world.set_priority(seq.small, some_range(below));  // or it has too many
         world.clock.advance(below(500));
       } else if (dice <= 13) {
         const uint64_t begin = below(seq.length + 1);
