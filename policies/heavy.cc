@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -25,6 +26,32 @@ struct Candidate {
   uint64_t position = 0;
   double mass = 0;
 };
+
+// Appends the positions of the n with the most mass, of equal ones the first, in their order.
+void append_heaviest(std::span<const Candidate> candidates, size_t n,
+                     std::vector<uint64_t>* positions) {
+  if (n == 0) {
+    return;
+  }
+  std::vector<double> masses;
+  masses.reserve(candidates.size());
+  for (const Candidate& candidate : candidates) {
+    masses.push_back(candidate.mass);
+  }
+  const auto last = masses.begin() + static_cast<ptrdiff_t>(n - 1);
+  std::nth_element(masses.begin(), last, masses.end(), std::greater<>());
+  const double least = *last;
+  auto n_equal = n - static_cast<size_t>(std::count_if(
+                         masses.begin(), last, [least](double mass) { return mass > least; }));
+  positions->reserve(positions->size() + n);
+  for (const Candidate& candidate : candidates) {
+    const bool is_equal = candidate.mass == least && n_equal != 0;
+    n_equal -= is_equal ? 1 : 0;
+    if (is_equal || candidate.mass > least) {
+      positions->push_back(candidate.position);
+    }
+  }
+}
 
 // One layer's share, and the lists of `lists` that it is about.
 struct LayerShare {
@@ -151,11 +178,20 @@ class Heavy : public Policy {
     const uint64_t most = list.merges    ? kMaxMergedFrom
                           : list.demotes ? kMaxDemotedFrom
                                          : kMaxChosenFrom;
+    // What was kept before lies before what is to be chosen from: positions are in order.
     std::vector<Candidate> candidates;
+    candidates.reserve(list.kept.size() +
+                       std::min(most, aged.end - std::min(aged.begin, aged.end)));
+    for (const KeptToken& token : list.kept) {
+      const double own = static_cast<double>(token.mass);
+      candidates.push_back({token.position, mass_of(list, token.position, own)});
+    }
+    const size_t n_before = candidates.size();
     for (const StoredRange& stored : list.stored) {
       PositionRange range = {std::max({aged.begin, list.chosen_end, stored.positions.begin}),
                              std::min(aged.end, stored.positions.end)};
-      if (candidates.empty() && range.begin < range.end && aged.end - range.begin > most) {
+      if (candidates.size() == n_before && range.begin < range.end &&
+          aged.end - range.begin > most) {
         aged.end = range.begin + most;
         range.end = std::min(range.end, aged.end);
         actions->more = true;
@@ -166,30 +202,19 @@ class Heavy : public Policy {
         candidates.push_back({x, mass_of(list, x, own)});
       }
     }
-    if (candidates.empty()) {
+    if (candidates.size() == n_before) {
       return true;
     }
-    const PositionRange range = {candidates.front().position, candidates.back().position + 1};
-    for (const KeptToken& token : list.kept) {
-      const double own = static_cast<double>(token.mass);
-      candidates.push_back({token.position, mass_of(list, token.position, own)});
-    }
+    const PositionRange range = {candidates[n_before].position, candidates.back().position + 1};
     const size_t n = std::min<size_t>(list.n_heavy, candidates.size());
-    std::nth_element(candidates.begin(), candidates.begin() + static_cast<ptrdiff_t>(n),
-                     candidates.end(), [](const Candidate& a, const Candidate& b) {
-                       return a.mass > b.mass || (a.mass == b.mass && a.position < b.position);
-                     });
     const size_t first = actions->kept.size();
-    for (size_t i = 0; i < n; ++i) {
-      actions->kept.push_back(candidates[i].position);
-    }
+    append_heaviest(candidates, n, &actions->kept);
     if (actions->add({.kind = ActionKind::kKeep,
                       .layer = list.layer,
                       .class_index = list.class_index,
                       .range = range,
                       .first_kept = first,
                       .n_kept = n})) {
-      std::sort(actions->kept.begin() + static_cast<ptrdiff_t>(first), actions->kept.end());
       return true;
     }
     actions->kept.resize(first);

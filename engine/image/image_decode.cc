@@ -27,9 +27,12 @@ std::vector<T> values_of(const flatbuffers::Vector<T>* vector) {
   return values;
 }
 
-ZeroedBytes bytes_of(const flatbuffers::Vector<uint8_t>* vector) {
-  return vector == nullptr ? ZeroedBytes()
-                           : ZeroedBytes(std::as_bytes(std::span(vector->data(), vector->size())));
+RawBytes bytes_of(const flatbuffers::Vector<uint8_t>* vector) {
+  RawBytes bytes(size_of(vector));
+  if (bytes.size() != 0) {
+    std::memcpy(bytes.data(), vector->data(), bytes.size());
+  }
+  return bytes;
 }
 
 template <size_t kSize>
@@ -275,10 +278,6 @@ Status ListReader::read_kept() {
   for (size_t i = 0; i < n; ++i) {
     parts.tokens.push_back({positions[i], slots[i]});
   }
-  parts.k = bytes_of(from->k());
-  parts.v = bytes_of(from->v());
-  parts.k_scales = values_of(from->k_scales());
-  parts.v_scales = values_of(from->v_scales());
   parts.counts = values_of(from->counts());
   parts.log_weights = values_of(from->log_weights());
   parts.threshold = from->threshold();
@@ -293,7 +292,11 @@ Status ListReader::read_kept() {
       return wrong("tokens that nobody dropped");
     }
   }
-  list_.kept.emplace(slab_class, std::move(parts));
+  list_.kept.emplace(slab_class, std::move(parts),
+                     KeptTokens::Rows{.k = bytes_of(from->k()),
+                                      .v = bytes_of(from->v()),
+                                      .k_scales = values_of(from->k_scales()),
+                                      .v_scales = values_of(from->v_scales())});
   return Status::ok();
 }
 

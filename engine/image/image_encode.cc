@@ -30,8 +30,14 @@ Offset<flatbuffers::Vector<T>> vector_of(FlatBufferBuilder* fbb, const std::vect
   return vector_of(fbb, values.data(), values.size());
 }
 
-Offset<flatbuffers::Vector<uint8_t>> bytes_of(FlatBufferBuilder* fbb, const ZeroedBytes& bytes) {
-  return vector_of(fbb, reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
+// All of the rows, of which only so many bytes have been written: zeros behind them.
+Offset<flatbuffers::Vector<uint8_t>> bytes_of(FlatBufferBuilder* fbb, const RawBytes& rows,
+                                              uint64_t n_written) {
+  uint8_t* written = nullptr;
+  const auto vector = fbb->CreateUninitializedVector(rows.size(), &written);
+  const auto* const from = reinterpret_cast<const uint8_t*>(rows.data());
+  std::fill(std::copy_n(from, n_written, written), written + rows.size(), uint8_t{0});
+  return vector;
 }
 
 Offset<disk::Mean> write_mean(FlatBufferBuilder* fbb, const MeanEntry& mean) {
@@ -40,7 +46,13 @@ Offset<disk::Mean> write_mean(FlatBufferBuilder* fbb, const MeanEntry& mean) {
   return disk::CreateMean(*fbb, mean.end, mean.n_tokens, mean.log_weight, k, v);
 }
 
-Offset<disk::Kept> write_kept(FlatBufferBuilder* fbb, const KeptTokens::Parts& kept) {
+Offset<disk::Kept> write_kept(FlatBufferBuilder* fbb, const KeptTokens& tokens) {
+  const KeptTokens::Parts& kept = tokens.parts();
+  const KeptTokens::Rows& rows = tokens.rows();
+  const tiers::SlabClass& slab_class = tokens.slab_class();
+  const auto n_written = [&](const codecs::Codec& codec, uint32_t dim) {
+    return KeptTokens::row_bytes(codec, dim, tokens.n_rows_read());
+  };
   std::vector<uint64_t> positions;
   std::vector<uint32_t> slots;
   positions.reserve(kept.tokens.size());
@@ -51,10 +63,11 @@ Offset<disk::Kept> write_kept(FlatBufferBuilder* fbb, const KeptTokens::Parts& k
   }
   const auto written_positions = vector_of(fbb, positions);
   const auto written_slots = vector_of(fbb, slots);
-  const auto k = bytes_of(fbb, kept.k);
-  const auto v = bytes_of(fbb, kept.v);
-  const auto k_scales = vector_of(fbb, kept.k_scales);
-  const auto v_scales = vector_of(fbb, kept.v_scales);
+  const auto k = bytes_of(fbb, rows.k, n_written(slab_class.k(), slab_class.dim_k));
+  const auto v =
+      bytes_of(fbb, rows.v, slab_class.v_in_k ? 0 : n_written(slab_class.v(), slab_class.dim_v));
+  const auto k_scales = vector_of(fbb, rows.k_scales);
+  const auto v_scales = vector_of(fbb, rows.v_scales);
   const auto counts = vector_of(fbb, kept.counts);
   const auto log_weights = vector_of(fbb, kept.log_weights);
   return disk::CreateKept(*fbb, kept.end, kept.capacity, written_positions, written_slots, k, v,
@@ -104,7 +117,7 @@ Offset<disk::List> write_list(FlatBufferBuilder* fbb, const Sequence& seq, size_
   const KeptTokens* kept = kept_of(seq, index);
   const MassesRef* masses = masses_of(seq, index);
   const auto mean_table = mean == nullptr ? Offset<disk::Mean>() : write_mean(fbb, *mean);
-  const auto kept_table = kept == nullptr ? Offset<disk::Kept>() : write_kept(fbb, kept->parts());
+  const auto kept_table = kept == nullptr ? Offset<disk::Kept>() : write_kept(fbb, *kept);
   const size_t n_kept = kept == nullptr ? 0 : kept->tokens().size();
   const auto masses_table =
       masses == nullptr ? Offset<disk::Masses>() : write_masses(fbb, *masses, n_kept);

@@ -207,23 +207,27 @@ uint64_t first_given_up(const HeadClass& head_class) {
   return round_up(head_class.retention.n_sinks, kPageTokens);
 }
 
-// Returns the kept tokens of a list to be changed, as own_mean_entry does; a new one has room for
-// n_kept.
-Result<KeptTokens*> own_kept_tokens(StoreMemory* memory, Sequence* seq, uint32_t list,
-                                    const HeadClass& head_class, uint32_t n_kept) {
+// Says which kept tokens of a list a work changes: those that are there, or new ones, in whose
+// place close_keep() puts them, with room for n_kept, where there are none or others share them.
+Status own_kept_tokens(StoreMemory* memory, Sequence* seq, const HeadClass& head_class,
+                       uint32_t n_kept, RetentionSlice::Work* work) {
   if (seq->kept.empty()) {
     seq->kept.resize(seq->space().n_lists);
   }
-  std::shared_ptr<KeptTokens>& ref = seq->kept[list];
-  if (!StoreMemory::is_own(seq->account, ref)) {
-    KeptTokens own =
-        ref != nullptr
-            ? *ref
-            : KeptTokens(head_class.kept_class(), first_given_up(head_class), n_kept,
-                         head_class.retention.merge == KVM_MERGE_COUNTED, head_class.demotes());
-    KVM_TRY_ASSIGN(ref, memory->make_charged(seq->account, std::move(own)));
+  const std::shared_ptr<KeptTokens>& ref = seq->kept[work->list];
+  if (StoreMemory::is_own(seq->account, ref)) {
+    work->kept = ref.get();
+    return Status::ok();
   }
-  return ref.get();
+  KeptTokens own =
+      ref != nullptr
+          ? ref->without_rows()
+          : KeptTokens(head_class.kept_class(), first_given_up(head_class), n_kept,
+                       head_class.retention.merge == KVM_MERGE_COUNTED, head_class.demotes());
+  KVM_TRY_ASSIGN(work->new_kept, memory->make_charged(seq->account, std::move(own)));
+  work->clones = ref.get();
+  work->kept = work->new_kept.get();
+  return Status::ok();
 }
 
 // The same; `begin`: of a new one.
@@ -305,9 +309,9 @@ Status open_fold(StoreMemory* memory, RetentionSlice* slice, const policies::Act
 }
 
 // Takes pages for the tokens of a kKeep that do not stay, kept before or of its range, in position
-// order. Fails: NO_SPACE, QUOTA; UNSUPPORTED: rows that what is kept cannot hold.
+// order; the piece that chooses says which they are. Fails: NO_SPACE, QUOTA; UNSUPPORTED: rows that
+// what is kept cannot hold.
 Status add_demoted(StoreMemory* memory, Sequence* seq, const HeadClass& head_class,
-                   const KeptTokens& kept, std::span<const uint64_t> positions,
                    RetentionSlice::Work* work) {
   const tiers::SlabClass kept_class = head_class.kept_class();
   const auto can_keep = [](const codecs::Codec& own, CodecId stored) {
@@ -318,23 +322,14 @@ Status add_demoted(StoreMemory* memory, Sequence* seq, const HeadClass& head_cla
       return Status::fixed(KVM_ERR_UNSUPPORTED, "a page has numbers that its codec cannot hold");
     }
   }
-  kept.collect(false, &work->kept_runs);
-  std::vector<TokenRef> tokens;
-  size_t next = 0;
-  for (const std::vector<KvRun>* runs : {&work->kept_runs, &work->runs}) {
-    for (const KvRun& run : *runs) {
-      for (uint32_t i = 0; i < run.n_tokens; ++i) {
-        const uint64_t position = run.position + i;
-        if (next < positions.size() && positions[next] == position) {
-          ++next;
-        } else {
-          tokens.push_back({&run, i});
-        }
-      }
-    }
+  uint64_t n_tokens = work->kept->tokens().size();
+  for (const KvRun& run : work->runs) {
+    n_tokens += run.n_tokens;
   }
-  KVM_ASSERT(next == positions.size() && tokens.size() % kPageTokens == 0);
-  const auto n_pages = static_cast<uint32_t>(tokens.size() / kPageTokens);
+  KVM_ASSERT(n_tokens >= work->positions.size());
+  const uint64_t n_going = n_tokens - work->positions.size();
+  KVM_ASSERT(n_going % kPageTokens == 0);
+  const auto n_pages = static_cast<uint32_t>(n_going / kPageTokens);
   const auto block_end = static_cast<uint32_t>(work->action.range.end / kPageTokens);
   const uint32_t first = block_end - n_pages;
   KVM_ASSERT(first >= work->action.range.begin / kPageTokens);
@@ -344,8 +339,7 @@ Status add_demoted(StoreMemory* memory, Sequence* seq, const HeadClass& head_cla
   for (uint32_t i = 0; i < n_pages; ++i) {
     KVM_TRY(memory->make_quota_room(seq->account, KvBytes::of(target.page_bytes(), target.stays()),
                                     "demoting, for a moment"));
-    KVM_TRY(work->recodings.add(first + i,
-                                std::span(tokens).subspan(uint64_t{i} * kPageTokens, kPageTokens)));
+    KVM_TRY(work->recodings.add(first + i));
   }
   seq->lists[work->list].prepare_replace(first, block_end, memory->bank(seq->account));
   return Status::ok();
@@ -363,35 +357,19 @@ Status open_keep(StoreMemory* memory, RetentionSlice* slice, const policies::Act
   KVM_TRY_ASSIGN(Masses * masses, own_masses(memory, seq, work.list, action.range.begin));
   const auto n_kept = static_cast<uint32_t>(
       head_class.kept_capacity(budget_of(*seq, action.layer, action.class_index).n_heavy));
-  const bool is_new = seq->kept.empty() || !StoreMemory::is_own(seq->account, seq->kept[work.list]);
-  KVM_TRY_ASSIGN(KeptTokens * kept, own_kept_tokens(memory, seq, work.list, head_class, n_kept));
-  slice->add_bytes(is_new ? kept->size_bytes() : 0);
-  KVM_ASSERT(kept->end() == action.range.begin && masses->begin == kept->end());
-  work.kept = kept;
+  KVM_TRY(own_kept_tokens(memory, seq, head_class, n_kept, &work));
+  KVM_ASSERT(work.kept->end() == action.range.begin && masses->begin == work.kept->end());
+  work.masses = masses;
+  work.positions = positions;
+  work.merges = head_class.retention.merge != KVM_MERGE_NONE && !head_class.demotes();
   collect_between(*memory, seq, action.layer, action.class_index, action.range.begin / kPageTokens,
                   action.range.end / kPageTokens, &work.runs);
   if (head_class.demotes()) {
-    KVM_TRY(add_demoted(memory, seq, head_class, *kept, positions, &work));
+    KVM_TRY(add_demoted(memory, seq, head_class, &work));
   }
   prepare_drop_pages(memory, seq, work);
-  size_t old = 0;
-  for (const uint64_t position : positions) {
-    while (old < kept->tokens().size() && kept->tokens()[old].position < position) {
-      ++old;
-    }
-    const bool is_old = old < kept->tokens().size() && kept->tokens()[old].position == position;
-    const uint64_t at = position - masses->begin;
-    work.kept_masses.push_back(is_old                       ? masses->kept[old]
-                               : at < masses->recent.size() ? masses->recent[at]
-                                                            : 0.0f);
-  }
   // Room for the masses now, since nothing may fail once rows have been copied.
   KVM_TRY(grow_charged(memory, seq, positions.size(), &masses->kept));
-  work.choice = kept->plan(positions);
-  if (head_class.retention.merge != KVM_MERGE_NONE && !head_class.demotes()) {
-    work.merge =
-        std::make_unique<TokenMerge>(head_class.slab_class.tail(), *kept, work.choice, work.runs);
-  }
   slice->add_keep(std::move(work), head_class.slab_class);
   return Status::ok();
 }
@@ -468,6 +446,9 @@ void close_keep(StoreMemory* memory, Sequence* seq, RetentionSlice::Work* work) 
   const uint64_t end = work->action.range.end;
   memory->uncharge(seq->account, (masses->kept.size() - work->kept_masses.size()) * sizeof(float));
   masses->kept = std::move(work->kept_masses);
+  if (work->new_kept != nullptr) {
+    seq->kept[work->list] = std::move(work->new_kept);
+  }
   work->kept->choose(std::move(work->choice), end);
   if (work->merge != nullptr) {
     work->merge->finish(work->kept);

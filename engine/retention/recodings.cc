@@ -24,10 +24,9 @@ Status Recodings::add(const PageEntry& entry) {
                     .source = pages.data(entry.page)});
 }
 
-Status Recodings::add(uint32_t block, std::span<const TokenRef> tokens) {
-  KVM_ASSERT(tokens.size() == kPageTokens && to_.n_heads == 1);
-  return take_page(
-      {.block = block, .from = to_, .tokens = std::vector(tokens.begin(), tokens.end())});
+Status Recodings::add(uint32_t block) {
+  KVM_ASSERT(to_.n_heads == 1);
+  return take_page({.block = block, .from = to_});
 }
 
 Status Recodings::add_pair(const PageEntry& shallow, const PageEntry& deep, float t) {
@@ -70,6 +69,7 @@ uint64_t Recodings::plane_cost() const {
 // rows: [kPageTokens][dim]
 bool Recodings::gather(const Page& page, bool is_v, const float* largest_q, float* rows) const {
   const uint32_t dim = is_v ? to_.dim_v : to_.dim_k;
+  KVM_ASSERT(page.tokens.size() == kPageTokens);
   for (uint32_t i = 0; i < kPageTokens; ++i) {
     const TokenRef& token = page.tokens[i];
     codecs::decode_rows(is_v ? token.run->v : token.run->k, dim, token.run->slot + token.index, 1,
@@ -84,7 +84,7 @@ bool Recodings::encode(const Page& page, bool is_v, uint16_t head, float* scratc
   const uint32_t dim = is_v ? to_.dim_v : to_.dim_k;
   const float* const largest_q =
       is_v || largest_q_.empty() ? nullptr : largest_q_.data() + uint64_t{head} * dim;
-  if (!page.tokens.empty()) {
+  if (page.source == nullptr) {
     return gather(page, is_v, largest_q, scratch);
   }
   const auto plane = [is_v](const tiers::SlabClass& of, auto* data) {

@@ -49,9 +49,14 @@ class Recodings {
   // REQUIRES: the page is full, in memory, of other codecs and else of the same class.
   // Fails: NO_SPACE; nothing has changed. Throws std::bad_alloc: likewise.
   Status add(const PageEntry& entry);
-  // A page of these tokens of one head, in the place of the full page of `block`; they are read in
-  // run(). REQUIRES: kPageTokens of them; the class has one head. Fails: likewise.
-  Status add(uint32_t block, std::span<const TokenRef> tokens);
+  // A page of tokens of one head, in the place of the full page of `block`. REQUIRES: the class has
+  // one head. Fails: likewise.
+  Status add(uint32_t block);
+  // Says which they are; they are read in run(). Any thread, before run(). REQUIRES: kPageTokens of
+  // them; add() made the page of a block. Throws std::bad_alloc: nothing has changed.
+  void set_tokens(uint32_t page, std::span<const TokenRef> tokens) {
+    pages_[page].tokens.assign(tokens.begin(), tokens.end());
+  }
   // A page of both, in the place of each: the layers of a pair. t: as codecs::encode_pair has it.
   // REQUIRES: the pages are of the same block, full, and of the tail of the new class. Fails:
   // likewise.

@@ -2,7 +2,9 @@
 #include "engine/retention/retention_slice.h"
 
 #include <algorithm>
+#include <memory>
 #include <new>
+#include <span>
 #include <utility>
 
 namespace kvm::engine {
@@ -13,7 +15,7 @@ constexpr uint64_t kPiecePages = 8;
 // Cost of a piece that encodes planes of pages: some 0.05 ms.
 constexpr uint64_t kPieceCost = 64 << 10;
 // Tokens of a piece that copies rows.
-constexpr uint32_t kPieceCopies = 512;
+constexpr uint32_t kPieceCopies = 128;
 // Bytes that a policy looks at for each token that it may choose.
 constexpr uint64_t kCandidateBytes = 64;
 
@@ -55,19 +57,19 @@ void RetentionSlice::add_piece(const Piece& piece, uint64_t n_bytes) {
   phase_bytes_ += n_bytes;
 }
 
-void RetentionSlice::add_pages(uint32_t index, const Work& work, bool demotes) {
+void RetentionSlice::add_pages(uint32_t index, const Work& work) {
   const uint32_t n = work.recodings.n_planes();
   const uint64_t cost = work.recodings.plane_cost();
   const auto each = static_cast<uint32_t>((kPieceCost + cost - 1) / cost);
   for (uint32_t begin = 0; begin < n; begin += each) {
     const uint32_t end = std::min(n, begin + each);
-    add_piece({.work = index, .begin = begin, .end = end, .demotes = demotes},
+    add_piece({.work = index, .step = Step::kEncode, .begin = begin, .end = end},
               (end - begin) * cost * kEncodeWeight);
   }
 }
 
 void RetentionSlice::add_demote(Work&& work, const tiers::SlabClass& slab_class) {
-  add_pages(static_cast<uint32_t>(works_.size()), work, false);
+  add_pages(static_cast<uint32_t>(works_.size()), work);
   add_work(std::move(work), slab_class);
 }
 
@@ -81,9 +83,10 @@ void RetentionSlice::add_fold(Work&& work, const tiers::SlabClass& slab_class) {
     uint64_t n_bytes = 0;
     uint32_t end = begin;
     for (; end < n_runs && piece_of(end) == piece_of(begin); ++end) {
-      n_bytes += work.runs[end].n_tokens * slab_class.token_bytes();
+      n_bytes += work.runs[end].n_tokens * slab_class.token_bytes() * kCopyWeight;
     }
     add_piece({.work = index,
+               .step = Step::kSum,
                .begin = begin,
                .end = end,
                .sums = static_cast<uint32_t>(work.sums.size())},
@@ -98,21 +101,80 @@ void RetentionSlice::add_copies(uint32_t index, const Work& work, uint64_t token
   const auto n = static_cast<uint32_t>(work.choice.copies.size());
   for (uint32_t begin = 0; begin < n; begin += kPieceCopies) {
     const uint32_t end = std::min(n, begin + kPieceCopies);
-    add_piece({.work = index, .begin = begin, .end = end}, (end - begin) * token_bytes);
+    add_piece({.work = index, .step = Step::kCopy, .begin = begin, .end = end},
+              (end - begin) * token_bytes * kCopyWeight);
   }
 }
 
 void RetentionSlice::add_keep(Work&& work, const tiers::SlabClass& slab_class) {
   const auto index = static_cast<uint32_t>(works_.size());
-  if (work.recodings.size() != 0) {
-    add_pages(index, work, true);
-  } else if (work.merge == nullptr) {
-    add_copies(index, work, slab_class.token_bytes());
-  }
-  for (uint32_t i = 0; work.merge != nullptr && i < work.merge->n_finds(); ++i) {
-    add_piece({.work = index, .begin = i, .end = i + 1, .merges = true}, work.merge->find_bytes());
+  add_piece({.work = index, .step = Step::kChoose},
+            (work.positions.size() + work.kept->tokens().size()) * kCandidateBytes);
+  const uint32_t n_pages = work.clones == nullptr ? 0 : work.kept->n_pages();
+  for (uint32_t begin = 0; begin < n_pages; begin += kPiecePages) {
+    const uint32_t end = std::min<uint32_t>(n_pages, begin + kPiecePages);
+    add_piece({.work = index, .step = Step::kClone, .begin = begin, .end = end},
+              (end - begin) * kPageTokens * slab_class.token_bytes() * kCopyWeight);
   }
   add_work(std::move(work), slab_class);
+}
+
+// What a kKeep does first with its choice.
+void RetentionSlice::add_go(uint32_t index, const Work& work) {
+  if (work.recodings.size() != 0) {
+    add_pages(index, work);
+  } else if (work.merge == nullptr) {
+    add_copies(index, work, classes_[index].token_bytes());
+  }
+  for (uint32_t i = 0; work.merge != nullptr && i < work.merge->n_finds(); ++i) {
+    add_piece({.work = index, .step = Step::kMerge, .begin = i, .end = i + 1},
+              work.merge->find_bytes());
+  }
+}
+
+// Says where the rows of what stays go, with which mass, and, of those that go to other pages, who
+// lies where. Throws std::bad_alloc.
+void RetentionSlice::choose(const tiers::SlabClass& slab_class, Work* work) {
+  const KeptTokens& kept = *work->kept;
+  const Masses& masses = *work->masses;
+  work->kept_masses.reserve(work->positions.size());
+  size_t old = 0;
+  for (const uint64_t position : work->positions) {
+    while (old < kept.tokens().size() && kept.tokens()[old].position < position) {
+      ++old;
+    }
+    const bool is_old = old < kept.tokens().size() && kept.tokens()[old].position == position;
+    const uint64_t at = position - masses.begin;
+    work->kept_masses.push_back(is_old                      ? masses.kept[old]
+                                : at < masses.recent.size() ? masses.recent[at]
+                                                            : 0.0f);
+  }
+  work->choice = kept.plan(work->positions);
+  if (work->merges) {
+    work->merge = std::make_unique<TokenMerge>(slab_class.tail(), kept, work->choice, work->runs);
+  }
+  if (work->recodings.size() == 0) {
+    return;
+  }
+  kept.collect(false, &work->kept_runs);
+  std::vector<TokenRef> goers;
+  goers.reserve(uint64_t{work->recodings.size()} * kPageTokens);
+  size_t next = 0;
+  for (const std::vector<KvRun>* runs : {&work->kept_runs, &work->runs}) {
+    for (const KvRun& run : *runs) {
+      for (uint32_t i = 0; i < run.n_tokens; ++i) {
+        if (next < work->positions.size() && work->positions[next] == run.position + i) {
+          ++next;
+        } else {
+          goers.push_back({&run, i});
+        }
+      }
+    }
+  }
+  KVM_ASSERT(goers.size() == uint64_t{work->recodings.size()} * kPageTokens);
+  for (uint32_t i = 0; i < work->recodings.size(); ++i) {
+    work->recodings.set_tokens(i, std::span(goers).subspan(uint64_t{i} * kPageTokens, kPageTokens));
+  }
 }
 
 bool RetentionSlice::next_phase() {
@@ -126,10 +188,17 @@ bool RetentionSlice::next_phase() {
   if (phase_ == Phase::kWrite) {
     return false;
   }
-  phase_ = phase_ == Phase::kFirst ? Phase::kMix : Phase::kWrite;
+  phase_ = static_cast<Phase>(static_cast<uint8_t>(phase_) + 1);
   bool goes_on = false;
   for (uint32_t index = 0; index < works_.size(); ++index) {
     Work& work = works_[index];
+    if (phase_ == Phase::kGo) {
+      if (work.kept != nullptr && !work.has_failed) {
+        goes_on = true;
+        add_go(index, work);
+      }
+      continue;
+    }
     if (work.kept != nullptr && work.recodings.size() != 0 && !work.has_failed &&
         phase_ == Phase::kMix) {
       goes_on = true;
@@ -142,7 +211,7 @@ bool RetentionSlice::next_phase() {
     if (phase_ == Phase::kMix) {
       work.merge->gate(*work.kept);
       for (uint32_t i = 0; i < work.merge->n_mixes(); ++i) {
-        add_piece({.work = index, .begin = i, .end = i + 1, .merges = true},
+        add_piece({.work = index, .step = Step::kMerge, .begin = i, .end = i + 1},
                   work.merge->mix_bytes() / work.merge->n_mixes());
       }
       continue;
@@ -154,8 +223,8 @@ bool RetentionSlice::next_phase() {
     const uint32_t n = work.merge->n_targets();
     for (uint32_t begin = 0; begin < n; begin += kPieceCopies) {
       const uint32_t end = std::min(n, begin + kPieceCopies);
-      add_piece({.work = index, .begin = begin, .end = end, .merges = true},
-                (end - begin) * classes_[index].token_bytes());
+      add_piece({.work = index, .step = Step::kMerge, .begin = begin, .end = end},
+                (end - begin) * classes_[index].token_bytes() * kCopyWeight);
     }
   }
   return goes_on;
@@ -165,6 +234,9 @@ void RetentionSlice::run_merge(const Piece& piece, Work* work, ThreadWorkspace& 
                                Failed* failed) {
   switch (phase_) {
     case Phase::kFirst:
+      KVM_ASSERT(!"nothing is merged before it is chosen");
+      break;
+    case Phase::kGo:
       *failed = work->merge->find(piece.begin, &workspace.scratch) ? Failed::kNo : Failed::kMemory;
       break;
     case Phase::kMix:
@@ -181,27 +253,40 @@ void RetentionSlice::run_merge(const Piece& piece, Work* work, ThreadWorkspace& 
 void RetentionSlice::run(uint32_t index, ThreadWorkspace& workspace) {
   const Piece& piece = pieces_[index];
   Work& work = works_[piece.work];
-  if (piece.merges) {
-    run_merge(piece, &work, workspace, &failed_[index]);
-    return;
-  }
-  if (work.action.kind == policies::ActionKind::kDemote || piece.demotes) {
-    if (!work.recodings.run(piece.begin, piece.end, &workspace.scratch)) {
-      failed_[index] = Failed::kMemory;
-    } else if (piece.demotes && !work.recodings.are_encoded(piece.begin, piece.end)) {
-      failed_[index] = Failed::kUnfit;  // tokens change places all together
+  Failed& failed = failed_[index];
+  switch (piece.step) {
+    case Step::kEncode:
+      if (!work.recodings.run(piece.begin, piece.end, &workspace.scratch)) {
+        failed = Failed::kMemory;
+      } else if (work.kept != nullptr && !work.recodings.are_encoded(piece.begin, piece.end)) {
+        failed = Failed::kUnfit;  // tokens change places all together
+      }
+      break;
+    case Step::kSum: {
+      const KvRuns runs = KvRuns(work.runs).subspan(piece.begin, piece.end - piece.begin);
+      const bool has_summed =
+          sum_rows(runs, classes_[piece.work], &workspace.scratch, &work.sums[piece.sums]);
+      failed = has_summed ? Failed::kNo : Failed::kMemory;
+      break;
     }
-    return;
+    case Step::kChoose:
+      try {
+        choose(classes_[piece.work], &work);
+      } catch (const std::bad_alloc&) {
+        failed = Failed::kMemory;
+      }
+      break;
+    case Step::kClone:
+      work.new_kept->clone_pages(*work.clones, piece.begin, piece.end);
+      break;
+    case Step::kMerge:
+      run_merge(piece, &work, workspace, &failed);
+      break;
+    case Step::kCopy:
+      work.kept->copy(std::span(work.choice.copies).subspan(piece.begin, piece.end - piece.begin),
+                      work.runs);
+      break;
   }
-  if (work.kept != nullptr) {
-    work.kept->copy(std::span(work.choice.copies).subspan(piece.begin, piece.end - piece.begin),
-                    work.runs);
-    return;
-  }
-  const KvRuns runs = KvRuns(work.runs).subspan(piece.begin, piece.end - piece.begin);
-  failed_[index] = sum_rows(runs, classes_[piece.work], &workspace.scratch, &work.sums[piece.sums])
-                       ? Failed::kNo
-                       : Failed::kMemory;
 }
 
 void RetentionSlice::give_up(const Work& work) {

@@ -60,9 +60,11 @@ class RetentionSlice {
   // Some 0.3 ms of two threads: whose request is a job of its own waits for as much.
   static constexpr uint64_t kSlicePages = 512;
   static constexpr uint64_t kSliceBytes = 8 << 20;
-  static constexpr uint64_t kActionPages = 256;
-  // A byte that is encoded takes as long as so many that are added up or copied, and counts so.
+  static constexpr uint64_t kActionPages = 64;
+  // A byte that is encoded, or added up or copied, takes as long as so many that attention reads,
+  // and counts so: others get their share of the threads by it.
   static constexpr uint64_t kEncodeWeight = 16;
+  static constexpr uint64_t kCopyWeight = 4;
   static constexpr size_t kMaxGroups = 64;
 
   // A Group is the lists that one decision is about.
@@ -88,22 +90,28 @@ class RetentionSlice {
     std::vector<RowSums> sums;
     // kKeep.
     KeptTokens* kept = nullptr;
+    std::shared_ptr<KeptTokens> new_kept;  // which is to take the place of what is there, if any
+    const KeptTokens* clones = nullptr;    // whose rows it begins with; null: there are none
+    const Masses* masses = nullptr;
+    std::span<const uint64_t> positions;  // of the group's actions: what stays
+    bool merges = false;
+    // From the piece that chooses:
     KeptTokens::Choice choice;
     std::vector<float> kept_masses;
     std::unique_ptr<TokenMerge> merge;  // null: what is not kept is dropped, or demoted:
     std::vector<KvRun> kept_runs;       // what was kept before
     // recodings: pages of what is not kept, in the places of the last pages of the range.
   };
-  // A Piece of a kDemote is planes of pages; of a kFold runs and one of its sums; of a kKeep
-  // copies, or what its TokenMerge does in this phase, or planes of demoted tokens, before copies
-  // take their rows.
+  // A kDemote encodes planes of its pages, and a kFold sums runs up. A kKeep chooses rows by what
+  // stays, while it clones pages of rows that others share, and then copies rows; before that
+  // it encodes planes of demoted tokens, or its TokenMerge does what it does in a phase.
+  enum class Step : uint8_t { kEncode, kSum, kChoose, kClone, kMerge, kCopy };
   struct Piece {
     uint32_t work = 0;
+    Step step = Step::kEncode;
     uint32_t begin = 0;
     uint32_t end = 0;
-    uint32_t sums = 0;
-    bool merges = false;
-    bool demotes = false;
+    uint32_t sums = 0;  // kSum: which of the work's
   };
 
   RetentionSlice(Sequence* seq, const policies::Policy* policy, policies::Event event,
@@ -113,14 +121,12 @@ class RetentionSlice {
   Sequence* seq() const { return seq_; }
   std::vector<Group>& groups() { return groups_; }
   uint32_t n_groups() const { return static_cast<uint32_t>(groups_.size()); }
-  // Bytes that deciding looks at, about; and that pieces read.
+  // Bytes that deciding looks at, about; and that pieces read, by their weight.
   uint64_t decide_bytes() const;
   uint64_t bytes() const { return bytes_; }
-  // Counts what the driver copied on the way, forks' rows for instance.
-  void add_bytes(uint64_t n) { bytes_ += n; }
   void decide(uint32_t group);
 
-  // Cuts an action into pieces. demote: of its planes; fold: of its runs; keep: of its copies.
+  // Cuts an action into pieces. demote: of its planes; fold: of its runs; keep: of its choice.
   void add_demote(Work&& work, const tiers::SlabClass& slab_class);
   void add_fold(Work&& work, const tiers::SlabClass& slab_class);
   void add_keep(Work&& work, const tiers::SlabClass& slab_class);
@@ -140,16 +146,19 @@ class RetentionSlice {
   void set_pages(uint64_t n_pages) { n_pages_ = n_pages; }
 
  private:
+  // A kDemote and a kFold have the first phase alone, and so has the choice of a kKeep.
   // Merging: who is nearest to whom; the rows of those that are joined; these into their places.
   // Demoting: pages of those that go; then those that stay take their rows.
-  enum class Phase : uint8_t { kFirst, kMix, kWrite };
+  enum class Phase : uint8_t { kFirst, kGo, kMix, kWrite };
 
   enum class Failed : uint8_t { kNo = 0, kMemory, kUnfit };
 
   void add_work(Work&& work, const tiers::SlabClass& slab_class);
   void add_piece(const Piece& piece, uint64_t n_bytes);
   void add_copies(uint32_t index, const Work& work, uint64_t token_bytes);
-  void add_pages(uint32_t index, const Work& work, bool demotes);
+  void add_pages(uint32_t index, const Work& work);
+  void add_go(uint32_t index, const Work& work);
+  static void choose(const tiers::SlabClass& slab_class, Work* work);
   void run_merge(const Piece& piece, Work* work, ThreadWorkspace& workspace, Failed* failed);
 
   Sequence* seq_;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -11,29 +12,69 @@
 #include "codecs/convert.h"
 
 namespace kvm::engine {
+namespace {
+
+KeptTokens::Rows new_rows(const tiers::SlabClass& slab_class, uint32_t capacity) {
+  const codecs::Codec& of_k = slab_class.k();
+  const codecs::Codec& of_v = slab_class.v();
+  KeptTokens::Rows rows;
+  rows.k = RawBytes(KeptTokens::row_bytes(of_k, slab_class.dim_k, capacity));
+  rows.k_scales.resize(KeptTokens::n_params(of_k, slab_class.dim_k, capacity));
+  if (!slab_class.v_in_k) {
+    rows.v = RawBytes(KeptTokens::row_bytes(of_v, slab_class.dim_v, capacity));
+    rows.v_scales.resize(KeptTokens::n_params(of_v, slab_class.dim_v, capacity));
+  }
+  return rows;
+}
+
+}  // namespace
 
 KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity,
                        bool is_counted, bool leads)
-    : slab_class_(slab_class) {
+    : slab_class_(slab_class), rows_(new_rows(slab_class, capacity)) {
   KVM_ASSERT(slab_class.n_heads == 1);
   parts_.end = begin;
   parts_.lead = leads ? begin : UINT64_MAX;
   parts_.capacity = capacity;
   parts_.tokens.reserve(capacity);
-  parts_.k = ZeroedBytes(row_bytes(slab_class.k(), slab_class.dim_k, capacity));
-  parts_.k_scales.resize(n_params(slab_class.k(), slab_class.dim_k, capacity));
-  if (!slab_class.v_in_k) {
-    parts_.v = ZeroedBytes(row_bytes(slab_class.v(), slab_class.dim_v, capacity));
-    parts_.v_scales.resize(n_params(slab_class.v(), slab_class.dim_v, capacity));
-  }
   parts_.counts.resize(is_counted ? capacity : 0, 1);
   parts_.log_weights.resize(is_counted ? capacity : 0);
 }
 
-KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, Parts&& parts)
-    : slab_class_(slab_class), parts_(std::move(parts)) {
+KeptTokens::KeptTokens(const tiers::SlabClass& slab_class, Parts&& parts, Rows&& rows)
+    : slab_class_(slab_class), parts_(std::move(parts)), rows_(std::move(rows)) {
   KVM_ASSERT(slab_class.n_heads == 1 && parts_.tokens.size() <= parts_.capacity);
   parts_.tokens.reserve(parts_.capacity);
+}
+
+KeptTokens KeptTokens::without_rows() const {
+  KeptTokens made(slab_class_, Parts(parts_), new_rows(slab_class_, parts_.capacity));
+  made.rows_.k_scales = rows_.k_scales;
+  made.rows_.v_scales = rows_.v_scales;
+  return made;
+}
+
+uint32_t KeptTokens::n_pages() const {
+  return static_cast<uint32_t>(div_up(parts_.tokens.size(), uint64_t{kPageTokens}));
+}
+
+uint32_t KeptTokens::n_rows_read() const {
+  return std::min(parts_.capacity, n_pages() * kPageTokens);
+}
+
+void KeptTokens::clone_pages(const KeptTokens& from, uint32_t begin, uint32_t end) {
+  const auto clone = [&](const RawBytes& source, RawBytes* own, const codecs::Codec& codec,
+                         uint32_t dim) {
+    const uint64_t page_bytes = codec.head_rows_bytes(dim);
+    const uint64_t last = std::min<uint64_t>(own->size(), end * page_bytes);
+    std::memcpy(own->data() + begin * page_bytes, source.data() + begin * page_bytes,
+                last - begin * page_bytes);
+  };
+  KVM_ASSERT(begin < end && end <= n_pages() && from.rows_.k.size() == rows_.k.size());
+  clone(from.rows_.k, &rows_.k, slab_class_.k(), slab_class_.dim_k);
+  if (!slab_class_.v_in_k) {
+    clone(from.rows_.v, &rows_.v, slab_class_.v(), slab_class_.dim_v);
+  }
 }
 
 PositionRange KeptTokens::unkept_places() const {
@@ -43,8 +84,12 @@ PositionRange KeptTokens::unkept_places() const {
 }
 
 uint64_t KeptTokens::size_bytes() const {
-  return parts_.capacity * sizeof(Token) + parts_.k.size() + parts_.v.size() +
-         (parts_.k_scales.size() + parts_.v_scales.size()) * sizeof(uint16_t) +
+  const auto plane_bytes = [&](const codecs::Codec& codec, uint32_t dim) {
+    return row_bytes(codec, dim, parts_.capacity) +
+           n_params(codec, dim, parts_.capacity) * sizeof(uint16_t);
+  };
+  return parts_.capacity * sizeof(Token) + plane_bytes(slab_class_.k(), slab_class_.dim_k) +
+         (slab_class_.v_in_k ? 0 : plane_bytes(slab_class_.v(), slab_class_.dim_v)) +
          parts_.counts.size() * sizeof(uint32_t) + parts_.log_weights.size() * sizeof(float);
 }
 
@@ -59,7 +104,7 @@ uint64_t KeptTokens::n_params(const codecs::Codec& codec, uint32_t dim, uint32_t
                                     : capacity / kPageTokens * uint64_t{codec.n_scales(dim)};
 }
 
-KvPlane KeptTokens::plane_of(const ZeroedBytes& rows, const std::vector<uint16_t>& params,
+KvPlane KeptTokens::plane_of(const RawBytes& rows, const std::vector<uint16_t>& params,
                              const codecs::Codec& codec, uint32_t dim, uint32_t slot) const {
   const uint64_t page = slot / kPageTokens;
   return {rows.data() + page * codec.head_rows_bytes(dim),
@@ -67,13 +112,13 @@ KvPlane KeptTokens::plane_of(const ZeroedBytes& rows, const std::vector<uint16_t
 }
 
 KvPlane KeptTokens::k_plane_of(uint32_t slot) const {
-  return plane_of(parts_.k, parts_.k_scales, slab_class_.k(), slab_class_.dim_k, slot);
+  return plane_of(rows_.k, rows_.k_scales, slab_class_.k(), slab_class_.dim_k, slot);
 }
 
 KvPlane KeptTokens::v_plane_of(uint32_t slot) const {
   return slab_class_.v_in_k
              ? k_plane_of(slot)
-             : plane_of(parts_.v, parts_.v_scales, slab_class_.v(), slab_class_.dim_v, slot);
+             : plane_of(rows_.v, rows_.v_scales, slab_class_.v(), slab_class_.dim_v, slot);
 }
 
 KvPlane KeptTokens::k_plane() const {
@@ -173,6 +218,17 @@ void KeptTokens::choose(Choice&& choice, uint64_t new_end) {
   }
   parts_.tokens = std::move(choice.tokens);
   parts_.end = new_end;
+  // Whoever reads the last page in tiles finds numbers there.
+  const uint64_t n = parts_.tokens.size();
+  const uint64_t n_read = n_rows_read();
+  const auto clear = [&](RawBytes* rows, const codecs::Codec& codec, uint32_t dim) {
+    const uint64_t row_bytes = codec.row_bytes(dim);
+    std::fill_n(rows->data() + n * row_bytes, (n_read - n) * row_bytes, std::byte{0});
+  };
+  clear(&rows_.k, slab_class_.k(), slab_class_.dim_k);
+  if (!slab_class_.v_in_k) {
+    clear(&rows_.v, slab_class_.v(), slab_class_.dim_v);
+  }
 }
 
 uint64_t KeptTokens::first_packed() const {

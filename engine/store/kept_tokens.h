@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/kv_view.h"
-#include "base/zeroed_bytes.h"
+#include "base/raw_bytes.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::engine {
@@ -26,8 +26,8 @@ class KeptTokens {
     uint32_t slot = 0;
   };
 
-  // is_counted: tokens that are merged into another count (log_weights). leads: the pages of what
-  // is not kept stay, behind these tokens.
+  // is_counted: tokens that are merged into another count (log_weights). leads: the
+  // pages of what is not kept stay, behind these tokens.
   // REQUIRES: rows_are_own() of the class's codecs; capacity is whole pages where rows do not stand
   // alone.
   KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity, bool is_counted,
@@ -38,20 +38,32 @@ class KeptTokens {
     uint64_t lead = UINT64_MAX;  // where the tokens lie that lead; else UINT64_MAX
     uint32_t capacity = 0;
     std::vector<Token> tokens;
-    // [capacity] rows; the tokens have slots 0 to tokens.size() - 1, in no order.
-    ZeroedBytes k;
-    ZeroedBytes v;
-    std::vector<uint16_t> k_scales;  // where rows have some
-    std::vector<uint16_t> v_scales;
     // [capacity] where tokens count, else empty: of slots, and the logarithms.
     std::vector<uint32_t> counts;
     std::vector<float> log_weights;
     float threshold = 0;
     bool has_threshold = false;
   };
+  // [capacity] rows; the tokens have slots 0 to tokens.size() - 1, in no order. Those behind them,
+  // up to the end of their last page, are zeros; the rest nobody has written.
+  struct Rows {
+    RawBytes k;
+    RawBytes v;
+    std::vector<uint16_t> k_scales;  // where rows have some
+    std::vector<uint16_t> v_scales;
+  };
+  const tiers::SlabClass& slab_class() const { return slab_class_; }
   const Parts& parts() const { return parts_; }
+  const Rows& rows() const { return rows_; }
   // Those of such parts. REQUIRES: all are as long as those of new ones of this class and capacity.
-  KeptTokens(const tiers::SlabClass& slab_class, Parts&& parts);
+  KeptTokens(const tiers::SlabClass& slab_class, Parts&& parts, Rows&& rows);
+  // The same tokens with rows that clone_pages() has yet to copy, some MiB.
+  KeptTokens without_rows() const;
+  uint32_t n_pages() const;      // of the tokens
+  uint32_t n_rows_read() const;  // those of the tokens, and the zeros behind them
+  // Copies the rows of these pages of tokens. Threads: any, each page once.
+  // REQUIRES: this came of without_rows() of `from`, and nothing was chosen since.
+  void clone_pages(const KeptTokens& from, uint32_t begin, uint32_t end);
 
   // The pages before this, from those behind the sinks' on, have been given up.
   uint64_t end() const { return parts_.end; }
@@ -110,7 +122,7 @@ class KeptTokens {
  private:
   KvRun run(uint32_t slot, uint64_t position, uint32_t n_tokens) const;
   // Of the page that a slot lies in.
-  KvPlane plane_of(const ZeroedBytes& rows, const std::vector<uint16_t>& params,
+  KvPlane plane_of(const RawBytes& rows, const std::vector<uint16_t>& params,
                    const codecs::Codec& codec, uint32_t dim, uint32_t slot) const;
   KvPlane k_plane_of(uint32_t slot) const;
   KvPlane v_plane_of(uint32_t slot) const;
@@ -119,6 +131,7 @@ class KeptTokens {
 
   tiers::SlabClass slab_class_;
   Parts parts_;
+  Rows rows_;
 };
 
 // Masses are sums of softmax weights, over queries and the q heads of the group.

@@ -315,6 +315,79 @@ TEST(RetentionSlice, NobodyWaitsForAWholeCommit) {
   }
 }
 
+// Tasks of a commit are charged to whoever commits: on one thread, small requests of another client
+// are done between them, however many of them are ready.
+TEST(RetentionSlice, SmallRequestsGoBeforeTasksOfACommit) {
+  constexpr uint32_t kManyHeads = 8;
+  constexpr uint32_t kTokens = 8192;
+  for (const uint32_t retention : {KVM_RETAIN_SINKS_RECENT_FOLD, KVM_RETAIN_HEAVY}) {
+    Rig rig(1, 512 << 20);
+    SpaceSpec spec = make_spec("charged", 1, kManyHeads, kManyHeads, kDim);
+    spec.policies = {{.retention = retention,
+                      .n_sinks = 4,
+                      .n_recent = 64,
+                      .n_heavy = retention == KVM_RETAIN_HEAVY ? uint64_t{2048} : 0}};
+    const kvm_space_id space = rig.space(spec);
+    const kvm_space_id plain = rig.space(make_spec("plain", 1, kManyHeads, kManyHeads, kDim));
+    const ClientId other = rig.engine->add_client({});
+    std::mt19937_64 random(1);
+    Buffer kv(Dtype::kBf16, 1, kTokens, kManyHeads, kDim);
+    fill(&kv, 1, kTokens, kManyHeads, random);
+    Buffer o(Dtype::kF32, 1, 1, kManyHeads, kDim);
+    const auto created = [&](ClientId client, kvm_space_id in, uint32_t n_tokens, uint32_t flags) {
+      SeqRequest create;
+      create.space = in;
+      create.flags = flags;
+      const kvm_seq_id seq = rig.run(create, client).seq;
+      StepRequest append;
+      append.space = in;
+      append.append = true;
+      append.items = {append_item(seq, n_tokens)};
+      append.k = kv.view();
+      append.v = kv.view();
+      EXPECT_TRUE(rig.run(std::move(append), client).status.is_ok());
+      return seq;
+    };
+    const kvm_seq_id big = created(rig.client, space, kTokens, KVM_SEQ_MANUAL_COMMIT);
+    const kvm_seq_id small = created(other, plain, 2048, 0);
+    // Turns of the driver until it is answered; each runs a task at most.
+    const auto turns_of_attend = [&] {
+      bool is_attended = false;
+      StepRequest attend;
+      attend.space = plain;
+      attend.attend = true;
+      attend.items = {query_item(small, 1)};
+      attend.q = kv.view();
+      attend.o = o.view();
+      rig.engine->submit(other, {1, 1}, std::move(attend),
+                         [&](RequestResult&&) { is_attended = true; });
+      uint32_t n_turns = 0;
+      for (rig.engine->poll(); !is_attended; rig.engine->poll(), ++n_turns) {
+        rig.engine->work();
+      }
+      return n_turns;
+    };
+    const uint32_t n_alone = turns_of_attend();
+    ASSERT_GT(n_alone, 0u) << "too small to be a job";
+    bool is_committed = false;
+    SeqRequest commit;
+    commit.verb = SeqVerb::kCommit;
+    commit.seq = big;
+    commit.n_tokens = KVM_POSITION_END;
+    rig.engine->submit(rig.client, {1, 2}, std::move(commit),
+                       [&](RequestResult&&) { is_committed = true; });
+    uint32_t n_beside = 0;
+    uint32_t most = 0;
+    for (; !is_committed && n_beside < 100'000; ++n_beside) {
+      most = std::max(most, turns_of_attend());
+    }
+    EXPECT_TRUE(is_committed) << "it had none of the turns";
+    // Where they are charged nothing, 3 are done beside it, and one of them takes 148 turns.
+    EXPECT_GE(n_beside, 10u);
+    EXPECT_LE(most, 4 * n_alone) << "of " << n_beside << " beside it";
+  }
+}
+
 // A client that goes while its commit is being worked on leaves nothing behind.
 TEST(RetentionSlice, ClientsMayGoMeanwhile) {
   for (uint32_t n_turns = 0; n_turns < 12; ++n_turns) {
