@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <string>
 
+#include "attention/dots/dots.h"
 #include "attention/exact/exact_args.h"
 #include "attention/kernel_table.h"
 #include "attention/sampled/sampled_args.h"
@@ -12,11 +13,12 @@
 namespace kvm::attention {
 namespace {
 
-constexpr KernelTable kScalar{"scalar", false, &kExactScalar, &kSampledScalar};
+constexpr KernelTable kScalar{"scalar", false, &kExactScalar, &kSampledScalar, &kDotsScalar};
 #if defined(__x86_64__)
-constexpr KernelTable kAvx2{"avx2", false, &kExactAvx2, &kSampledAvx2};
-constexpr KernelTable kAvx512{"avx512", false, &kExactAvx512, &kSampledAvx512};
-constexpr KernelTable kAvx512Bf16{"avx512bf16", true, &kExactAvx512Bf16, &kSampledAvx512Bf16};
+constexpr KernelTable kAvx2{"avx2", false, &kExactAvx2, &kSampledAvx2, &kDotsAvx2};
+constexpr KernelTable kAvx512{"avx512", false, &kExactAvx512, &kSampledAvx512, &kDotsAvx512};
+constexpr KernelTable kAvx512Bf16{"avx512bf16", true, &kExactAvx512Bf16, &kSampledAvx512Bf16,
+                                  &kDotsAvx512};
 #endif
 
 const KernelTables<KernelTable>& tables() {

@@ -13,6 +13,7 @@
 
 namespace kvm::attention {
 
+struct DotKernels;      // attention/dots/dots.h
 struct ExactKernels;    // attention/exact/exact_args.h
 struct SampledKernels;  // attention/sampled/sampled_args.h
 
@@ -21,6 +22,7 @@ struct KernelTable {
   bool has_bf16_dot = false;
   const ExactKernels* exact = nullptr;
   const SampledKernels* sampled = nullptr;
+  const DotKernels* dots = nullptr;
 };
 
 // Tables that this machine can run, worst first; never empty, element 0 is "scalar". Constant for

@@ -7,6 +7,7 @@
 #include <new>
 #include <span>
 
+#include "attention/kernel_table.h"
 #include "base/assert.h"
 #include "base/round.h"
 #include "codecs/convert.h"
@@ -16,7 +17,7 @@ namespace {
 
 // Sums in lanes, which compilers keep in vectors: the order does not depend on who compiles.
 float dot(const float* a, const float* b, uint32_t n) {
-  constexpr uint32_t kLanes = 8;  // every head dim is a multiple
+  constexpr uint32_t kLanes = attention::kDotLanes;  // every head dim is a multiple
   std::array<float, kLanes> lanes{};
   for (uint32_t i = 0; i < n; i += kLanes) {
     for (uint32_t j = 0; j < kLanes; ++j) {
@@ -79,8 +80,8 @@ TokenMerge::TokenMerge(const tiers::SlabClass& slab_class, const KeptTokens& kep
 }
 
 uint64_t TokenMerge::find_bytes() const {
-  const uint64_t n = std::min<uint64_t>(stayers_.size(), kFindStayers) + kFindTokens;
-  return n * slab_class_.k().row_bytes(slab_class_.dim_k);
+  // A byte for each product: 20 to 30 of them take 1 ns.
+  return std::min<uint64_t>(stayers_.size(), kFindStayers) * kFindTokens * slab_class_.dim_k;
 }
 
 bool TokenMerge::find(uint32_t index, Workspace* scratch) {
@@ -92,24 +93,30 @@ bool TokenMerge::find(uint32_t index, Workspace* scratch) {
       first_goer, std::min<uint64_t>(kFindTokens, goers_.size() - first_goer));
   const auto stayers = std::span(stayers_).subspan(
       first_stayer, std::min<uint64_t>(kFindStayers, stayers_.size() - first_stayer));
-  auto* keys = reinterpret_cast<float*>(scratch->reserve((kFindTokens + 1) * dim * sizeof(float)));
-  if (keys == nullptr) {
+  auto* columns =
+      reinterpret_cast<float*>(scratch->reserve((kFindTokens + 1) * dim * sizeof(float)));
+  if (columns == nullptr) {
     return false;
   }
-  float* stayer = keys + kFindTokens * dim;
+  float* const row = columns + kFindTokens * dim;
+  std::fill_n(columns, kFindTokens * dim, 0.0f);
   for (size_t i = 0; i < goers.size(); ++i) {
-    codecs::decode_rows(goers[i].k, dim, goers[i].slot, 1, dim, keys + i * dim);
-    normalise(keys + i * dim, dim);
+    codecs::decode_rows(goers[i].k, dim, goers[i].slot, 1, dim, row);
+    normalise(row, dim);
+    for (uint32_t channel = 0; channel < dim; ++channel) {
+      columns[channel * kFindTokens + i] = row[channel];
+    }
   }
+  const attention::DotKernels& kernels = *attention::active_table().dots;
+  std::array<float, kFindTokens> similarities;
   Nearest* found = nearest_.data() + block * goers_.size() + first_goer;
   for (size_t s = 0; s < stayers.size(); ++s) {
-    codecs::decode_rows(stayers[s].k, dim, stayers[s].slot, 1, dim, stayer);
-    normalise(stayer, dim);
+    codecs::decode_rows(stayers[s].k, dim, stayers[s].slot, 1, dim, row);
+    normalise(row, dim);
+    kernels.dots(columns, row, dim, similarities.data());
     for (size_t i = 0; i < goers.size(); ++i) {
-      const float similarity = dot(keys + i * dim, stayer, dim);
-      const bool is_first = found[i].stayer == UINT32_MAX && !std::isnan(similarity);
-      if (is_first || similarity > found[i].similarity) {
-        found[i] = {similarity, static_cast<uint32_t>(first_stayer + s)};
+      if (similarities[i] > found[i].similarity) {
+        found[i] = {similarities[i], static_cast<uint32_t>(first_stayer + s)};
       }
     }
   }
@@ -122,10 +129,7 @@ void TokenMerge::gate(const KeptTokens& kept) {
   for (size_t i = 0; i < goers_.size(); ++i) {
     for (uint32_t block = 1; block < n_stayer_blocks_; ++block) {
       const Nearest& other = nearest_[block * goers_.size() + i];
-      const bool is_nearer =
-          other.stayer != UINT32_MAX &&
-          (nearest_[i].stayer == UINT32_MAX || other.similarity > nearest_[i].similarity);
-      nearest_[i] = is_nearer ? other : nearest_[i];
+      nearest_[i] = other.similarity > nearest_[i].similarity ? other : nearest_[i];
     }
     if (nearest_[i].stayer != UINT32_MAX) {
       sum += static_cast<double>(nearest_[i].similarity);
