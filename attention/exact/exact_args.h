@@ -26,7 +26,7 @@ enum : uint32_t {
 
 // Rows of items beside those of vec::Elem: codes of codecs/low_bits.h. Their parameters are
 // CodeParams.
-enum : uint8_t { kElemCodes4 = 16, kElemCodes2 = 17 };
+enum : uint8_t { kElemCodes4 = 16, kElemCodes3 = 17, kElemCodes2 = 18 };
 constexpr bool elem_is_codes(uint8_t elem) { return elem >= kElemCodes4; }
 
 // Parameters of codes, bf16 as bits. By channel: channels alone, scales [dim] and zeros [dim]. By

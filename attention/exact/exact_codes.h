@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The streaming path over rows of 4 and 2 bits (codecs/low_bits.h), which are never decoded: codes
+// The streaming path over rows of 4, 3 and 2 bits (codecs/low_bits.h), which are never decoded: codes
 // are integers, and meet queries and weights as integers of 16 bits.
 //
 //   a score   sum_i q_i (scale code_i + zero)
@@ -259,7 +259,7 @@ inline void order_sums(const __m256i* sums, __m256* out) {
     const __m256 t1 = _mm256_castpd_ps(_mm256_unpackhi_pd(lo01, lo23));
     const __m256 t2 = _mm256_castpd_ps(_mm256_unpacklo_pd(hi01, hi23));
     const __m256 t3 = _mm256_castpd_ps(_mm256_unpackhi_pd(hi01, hi23));
-    if constexpr (kBits == 4) {
+    if constexpr (kLoadedBits<kBits> == 4) {
       out[half * 2] = _mm256_permute2f128_ps(t0, t1, 0x20);
       out[half * 2 + 1] = _mm256_permute2f128_ps(t2, t3, 0x20);
       out[half * 2 + 4] = _mm256_permute2f128_ps(t0, t1, 0x31);

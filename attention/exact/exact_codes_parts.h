@@ -24,12 +24,36 @@ constexpr uint32_t kCodeBlock = 64;  // channels whose codes are loaded at once;
 
 // --- Loads --------------------------------------------------------------------------------------
 
-// The codes of 64 channels as 16 words: plane n of a word is its code at bit n * kBits, n < 4, of
-// channel 4 word + n. Of 2 bits, of 8 word + n, and behind the eighth word 8 (word - 8) + 4 + n.
+// Codes of 3 bits are widened to 4 as they are loaded.
+template <int kBits>
+constexpr int kLoadedBits = kBits == 3 ? 4 : kBits;
+
+// The 3 bytes of 8 codes of 3 bits, in 4 bytes.
+inline __m256i triples_in_dwords(const uint8_t* p) {
+  const __m256i both = _mm256_inserti128_si256(
+      _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)), 1);
+  return _mm256_shuffle_epi8(
+      both, _mm256_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1, 4, 5, 6, -1, 7,
+                             8, 9, -1, 10, 11, 12, -1, 13, 14, 15, -1));
+}
+// Spreads them over halves, bytes and halves of bytes; what is left over goes at the end.
+inline __m256i widen_triples(__m256i x) {
+  x = _mm256_blend_epi16(x, _mm256_slli_epi32(x, 4), 0xaa);
+  x = _mm256_blendv_epi8(x, _mm256_slli_epi16(x, 2),
+                         _mm256_set1_epi16(static_cast<int16_t>(0xff00)));
+  return _mm256_or_si256(_mm256_and_si256(x, _mm256_set1_epi8(0x07)),
+                         _mm256_and_si256(_mm256_slli_epi16(x, 1), _mm256_set1_epi8(0x70)));
+}
+
+// The codes of 64 channels as 16 words: plane n of a word is its code at bit n * kLoadedBits, n < 4,
+// of channel 4 word + n. Of 2 bits, of 8 word + n, and behind the eighth word 8 (word - 8) + 4 + n.
 template <int kBits>
 inline __m256i load_codes(const uint8_t* p) {
   if constexpr (kBits == 4) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  } else if constexpr (kBits == 3) {
+    return widen_triples(triples_in_dwords(p));
   } else {
     const __m256i twice =
         _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -38,7 +62,7 @@ inline __m256i load_codes(const uint8_t* p) {
 }
 template <int kBits>
 inline __m256i code_plane(__m256i codes, int plane) {
-  return _mm256_and_si256(_mm256_srli_epi16(codes, plane * kBits),
+  return _mm256_and_si256(_mm256_srli_epi16(codes, plane * kLoadedBits<kBits>),
                           _mm256_set1_epi16((1 << kBits) - 1));
 }
 constexpr size_t code_block_bytes(int bits) { return kCodeBlock * static_cast<size_t>(bits) / 8; }
@@ -297,7 +321,7 @@ inline void put_wide(const int16_t* channels, uint32_t channel, int16_t* words) 
 #pragma GCC unroll 2
   for (uint32_t i = 0; i < 2; ++i) {
     const __m512i x = _mm512_loadu_si512(channels + i * 32);
-    if constexpr (kBits == 4) {
+    if constexpr (kLoadedBits<kBits> == 4) {
       uint8_t* own = to + (is_upper_half ? 32 : 0) + i * 16;
       const auto put = [&](uint32_t at, __m512i bytes) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(own + at), _mm512_cvtepi32_epi8(bytes));
@@ -496,6 +520,8 @@ inline void fold_queries(const StreamArgs& args, const KvItem& item) {
   for (uint32_t row = 0; row < args.q.rows; row += kRows) {
     if (item.elem_k == kElemCodes4) {
       fold_query<kRows, 4>(args, item, row);
+    } else if (item.elem_k == kElemCodes3) {
+      fold_query<kRows, 3>(args, item, row);
     } else {
       fold_query<kRows, 2>(args, item, row);
     }
@@ -510,6 +536,10 @@ template <typename Function>
   if (elem == kElemCodes4) {
     return by_token ? function.template operator()<4, true>()
                     : function.template operator()<4, false>();
+  }
+  if (elem == kElemCodes3) {
+    return by_token ? function.template operator()<3, true>()
+                    : function.template operator()<3, false>();
   }
   return by_token ? function.template operator()<2, true>()
                   : function.template operator()<2, false>();

@@ -30,13 +30,34 @@ constexpr uint32_t kWideTokens = 4;  // that are a vector of scores: [token][row
 
 // --- Loads --------------------------------------------------------------------------------------
 
+// widen_triples.
+inline __m512i widen_wide(__m512i x) {
+  constexpr int kSelect = 0xca;  // bits of the second where the first has some, else of the third
+  x = _mm512_ternarylogic_epi32(_mm512_set1_epi32(static_cast<int>(0xffff0000)),
+                                _mm512_slli_epi32(x, 4), x, kSelect);
+  x = _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xff00)),
+                                _mm512_slli_epi16(x, 2), x, kSelect);
+  x = _mm512_ternarylogic_epi32(_mm512_set1_epi8(static_cast<char>(0xf0)), _mm512_slli_epi16(x, 1),
+                                x, kSelect);
+  return x;  // the fourth bit of each code may be anything
+}
+
 // The codes of 128 channels, two in each byte: planes are its lower and its upper half. Byte j of
-// plane p is, of 4 bits, channel 2 j + p; of 2 bits channel 4 j + 2 p, and behind the 32nd byte
+// plane p is, of 4 and 3 bits, channel 2 j + p; of 2 bits channel 4 j + 2 p, and behind the 32nd byte
 // 4 (j - 32) + 2 p + 1.
 template <int kBits>
 inline __m512i load_wide(const uint8_t* p) {
   if constexpr (kBits == 4)
     return _mm512_loadu_si512(p);
+  if constexpr (kBits == 3) {
+    // Twelve bytes in each lane of 128 bits, and then three in each dword.
+    const __m512i in_lanes = _mm512_permutexvar_epi32(
+        _mm512_setr_epi32(0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11),
+        _mm512_maskz_loadu_epi32(0x0fff, p));
+    return widen_wide(
+        _mm512_shuffle_epi8(in_lanes, _mm512_broadcast_i32x4(_mm_setr_epi8(
+                                          0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1))));
+  }
   const __m256i once = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_inserti64x4(_mm512_castsi256_si512(once), _mm256_srli_epi16(once, 2), 1);
 }
@@ -126,12 +147,12 @@ inline __m512i add_halves_of_pairs(__m512i a, __m512i b) {
 // The rest of the way: [token][row]. By token there are two groups of channels.
 template <int kBits, bool kByToken>
 [[gnu::always_inline]] inline void add_lanes(const __m512i* lanes, __m512i* out) {
-  // Lanes of 128 bits next to each other have a group of 4 bits, every second one a group of 2.
+  // Lanes of 128 bits next to each other have a group of 4 and 3 bits, every second one of 2.
   const auto add = [](__m512i a, __m512i b) __attribute__((always_inline)) {
-    return kByToken && kBits == 4 ? _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88),
-                                                     _mm512_shuffle_i32x4(a, b, 0xdd))
-                                  : _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44),
-                                                     _mm512_shuffle_i32x4(a, b, 0xee));
+    return kByToken && kLoadedBits<kBits> == 4 ? _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88),
+                                                                  _mm512_shuffle_i32x4(a, b, 0xdd))
+                                               : _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44),
+                                                                  _mm512_shuffle_i32x4(a, b, 0xee));
   };
   const __m512i of01 = add(lanes[0], lanes[1]);
   const __m512i of23 = add(lanes[2], lanes[3]);
@@ -414,8 +435,9 @@ template <int kBits, bool kByToken>
   // Whose weights a lane of 128 bits has.
   __m512i group = _mm512_setzero_si512();
   if constexpr (kByToken) {
-    group = kBits == 4 ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4)
-                       : _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4);
+    group = kLoadedBits<kBits> == 4
+                ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4)
+                : _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4);
   }
   const __m512i one = _mm512_set1_epi32(1);
 #pragma GCC unroll 16
@@ -450,7 +472,7 @@ template <int kBits, bool kByToken>
 // Brings the sums of a row into the order of channels: 8 vectors of 16.
 template <int kBits>
 [[gnu::always_inline]] inline void order_wide(const __m512i (*sums)[4], __m512* out) {
-  if constexpr (kBits == 4) {
+  if constexpr (kLoadedBits<kBits> == 4) {
 #pragma GCC unroll 2
     for (uint32_t half = 0; half < 2; ++half) {
       const __m512i* even = sums[0] + half * 2;

@@ -70,22 +70,32 @@ class PlaneKind {
     const codecs::Codec& codec = codecs::codec_of(id);
     // Factors go into queries; sums have nothing of a page that they could go into.
     const bool may_be_codes = reads_codes_ && (is_k_ || !codec.is_balanced);
-    if (may_be_codes && codec.low_bits == 4) {
-      return kElemCodes4;
+    switch (may_be_codes ? codec.low_bits : 0) {
+      case 4:
+        return kElemCodes4;
+      case 3:
+        return kElemCodes3;
+      case 2:
+        return kElemCodes2;
+      default:
+        return codec.kernel_elem();
     }
-    if (may_be_codes && codec.low_bits == 2) {
-      return kElemCodes2;
-    }
-    return codec.kernel_elem();
   }
   bool is_decoded(CodecId id) const {
     return !codecs::codec_of(id).has_kernels() && !elem_is_codes(elem(id));
   }
   // Of `n` elements, as kernels read them.
   int64_t bytes(uint8_t elem, int64_t n) const {
-    return elem == kElemCodes4   ? n / 2
-           : elem == kElemCodes2 ? n / 4
-                                 : n * static_cast<int64_t>(vec::elem_bytes(elem));
+    switch (elem) {
+      case kElemCodes4:
+        return n / 2;
+      case kElemCodes3:
+        return n * 3 / 8;
+      case kElemCodes2:
+        return n / 4;
+      default:
+        return n * static_cast<int64_t>(vec::elem_bytes(elem));
+    }
   }
   int64_t row_bytes(uint8_t elem) const { return bytes(elem, dim_); }
   uint32_t dim() const { return dim_; }

@@ -19,6 +19,7 @@ namespace {
 constexpr CodecId kCodecs[] = {CodecId::kF32,      CodecId::kF16,        CodecId::kBf16,
                                CodecId::kI8,       CodecId::kF8,         codecs::kI8Channel,
                                codecs::kI4,        codecs::kI4Channel,   codecs::kI4Centred,
+                               codecs::kI3,        codecs::kI3Channel,   codecs::kGear3,
                                codecs::kI2Channel, codecs::kI2Centred,   codecs::kI2Balanced,
                                codecs::kGear4,     codecs::kGear2Channel};
 

@@ -68,6 +68,8 @@ constexpr Stored kStored[] = {{"f32", CodecId::kF32, false},
                               {"i8, fp32", CodecId::kI8, true},
                               {"i4", codecs::kI4, false},
                               {"i4 by channel", codecs::kI4Channel, false},
+                              {"i3", codecs::kI3, false},
+                              {"i3 by channel", codecs::kI3Channel, false},
                               {"i2 centred", codecs::kI2Centred, false},
                               {"i2 balanced", codecs::kI2Balanced, false}};
 

@@ -784,11 +784,7 @@ namespace {
 
 // What words add to the errors of logits and results (exact.h); 0 where none are used.
 double words_error(const Case& c, const KernelTable& table) {
-  // Those of 3 bits are decoded to fp32.
-  const auto is_codes = [](CodecId id) {
-    const uint8_t bits = codecs::codec_of(id).low_bits;
-    return bits == 4 || bits == 2;
-  };
+  const auto is_codes = [](CodecId id) { return codecs::codec_of(id).is_low_bits(); };
   const bool any_codes = std::any_of(c.kinds.begin(), c.kinds.end(), [&](const TokenKind& k) {
     return is_codes(k.codec_k) || is_codes(k.codec_v);
   });
