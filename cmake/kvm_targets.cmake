@@ -7,7 +7,8 @@
 #   kvm_isa_source(kvm_attention exact/exact_avx2.cc -mavx2 -mfma -mf16c)
 #   kvm_flatbuffers(kvm_ipc hello.fbs)           # #include "ipc/hello_generated.h"
 #
-#   kvm_add_executable(kvmd SOURCES main.cc DEPS kvm_engine kvm_ipc mimalloc)
+#   kvm_add_executable(kvmd SOURCES main.cc DEPS kvm_engine kvm_ipc)
+#   kvm_use_mimalloc(kvmd)                       # in place of the system's malloc
 #   kvm_add_shared_library(kvm MAP libkvm.map SOURCES thin.cc DEPS kvm_ipc)
 #
 #   kvm_add_test(ipc_ring_test ring_test.cc LIBS kvm_ipc [LABELS tsan ...] [TIMEOUT seconds]
@@ -161,6 +162,17 @@ function(kvm_add_shared_library name)
                                            LINK_DEPENDS "${map}")
   kvm_use_pch(${name} pch "${KVM_PLAIN_CODE}")
   kvm_list_program(${name})
+endfunction()
+
+# kvm_use_mimalloc(PROGRAM)
+# mimalloc replaces malloc: the engine allocates small metadata from several threads for months, and
+# mimalloc neither fragments nor contends as glibc's does; and it keeps large memory that is freed,
+# which glibc gives back, to be cleared again. Sanitizers need malloc themselves.
+function(kvm_use_mimalloc name)
+  if(NOT KVM_SANITIZE)
+    target_link_options(${name} PRIVATE "LINKER:--push-state,--no-as-needed"
+                        "$<TARGET_FILE:mimalloc>" "LINKER:--pop-state")
+  endif()
 endfunction()
 
 # kvm_isa_source(TARGET FILE flags...)
