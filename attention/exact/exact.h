@@ -36,8 +36,8 @@
 //   V in words weight times scale of V is rounded to 15 bits under the largest of the item: each by
 //              at most 2^-15 of that largest. The denominator sums the weights unrounded. Sums of
 //              an item are exact.
-//   codes      rows of 4, 3 and 2 bits, in tables that read them (ExactKernels::reads_codes), against
-//              what they decode to. Where scales are those of channels, they are in the query.
+//   codes      rows of 4, 3 and 2 bits, in tables that read them (ExactKernels::reads_codes),
+//              against what they decode to. Where scales are those of channels, they are in the query.
 //              Queries and weights are rounded to 15 bits as above, weights by the largest of an
 //              item times scales of tokens. Where rounding the query may move a logit by more than
 //              2^-11, root mean square, what it lost is added in 15 bits of its own. Sums of

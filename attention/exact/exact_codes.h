@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The streaming path over rows of 4, 3 and 2 bits (codecs/low_bits.h), which are never decoded: codes
-// are integers, and meet queries and weights as integers of 16 bits.
+// The streaming path over rows of 4, 3 and 2 bits (codecs/low_bits.h), which are never decoded:
+// codes are integers, and meet queries and weights as integers of 16 bits.
 //
 //   a score   sum_i q_i (scale code_i + zero)
 //     by channel   q_i scale_i is a new query for each page; sum_i q_i zero_i is the page's

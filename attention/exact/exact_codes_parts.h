@@ -46,8 +46,9 @@ inline __m256i widen_triples(__m256i x) {
                          _mm256_and_si256(_mm256_slli_epi16(x, 1), _mm256_set1_epi8(0x70)));
 }
 
-// The codes of 64 channels as 16 words: plane n of a word is its code at bit n * kLoadedBits, n < 4,
-// of channel 4 word + n. Of 2 bits, of 8 word + n, and behind the eighth word 8 (word - 8) + 4 + n.
+// The codes of 64 channels as 16 words: plane n of a word, n < 4, is its code at bit
+// n * kLoadedBits, of channel 4 word + n. Of 2 bits, of 8 word + n, and behind the eighth word
+// 8 (word - 8) + 4 + n.
 template <int kBits>
 inline __m256i load_codes(const uint8_t* p) {
   if constexpr (kBits == 4) {

@@ -43,8 +43,8 @@ inline __m512i widen_wide(__m512i x) {
 }
 
 // The codes of 128 channels, two in each byte: planes are its lower and its upper half. Byte j of
-// plane p is, of 4 and 3 bits, channel 2 j + p; of 2 bits channel 4 j + 2 p, and behind the 32nd byte
-// 4 (j - 32) + 2 p + 1.
+// plane p is, of 4 and 3 bits, channel 2 j + p; of 2 bits channel 4 j + 2 p, and behind the 32nd
+// byte 4 (j - 32) + 2 p + 1.
 template <int kBits>
 inline __m512i load_wide(const uint8_t* p) {
   if constexpr (kBits == 4)
