@@ -37,10 +37,10 @@
 //              at most 2^-15 of that largest. The denominator sums the weights unrounded. Sums of
 //              an item are exact.
 //   codes      rows of 4, 3 and 2 bits, in tables that read them (ExactKernels::reads_codes),
-//              against what they decode to. Where scales are those of channels, they are in the query.
-//              Queries and weights are rounded to 15 bits as above, weights by the largest of an
-//              item times scales of tokens. Where rounding the query may move a logit by more than
-//              2^-11, root mean square, what it lost is added in 15 bits of its own. Sums of
+//              against what they decode to. Where scales are those of channels, they are in the
+//              query. Queries and weights are rounded to 15 bits as above, weights by the largest
+//              of an item times scales of tokens. Where rounding the query may move a logit by more
+//              than 2^-11, root mean square, what it lost is added in 15 bits of its own. Sums of
 //              integers are exact. What GEAR adds to codes is added in fp32.
 //   fp8        against what the stored rows decode to. Codes are exact in fp32 and bf16 (and read
 //              as 2^-8 of their values, which scales make up for): K has the error of bf16. Weight
