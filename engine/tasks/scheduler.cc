@@ -262,9 +262,17 @@ void Scheduler::leave_lane(uint32_t index) {
   --lanes_[index].n_jobs;
 }
 
-void Scheduler::charge(uint32_t lane, uint64_t cost) {
+// Returns what the lane has been served then.
+uint64_t Scheduler::add_served(uint32_t lane, uint64_t cost) {
   KVM_ASSERT(lane < kMaxLanes);
-  lanes_[lane].served.fetch_add(cost, std::memory_order_relaxed);
+  return lanes_[lane].served.fetch_add(cost, std::memory_order_relaxed) + cost;
+}
+
+void Scheduler::charge(uint32_t lane, uint64_t cost) {
+  const uint64_t served = add_served(lane, cost);
+  if (n_busy_lanes_ == 0) {
+    virtual_time_ = std::max(virtual_time_, served);
+  }
 }
 
 bool Scheduler::has_ready_task(const Slot& slot) const {
@@ -332,7 +340,7 @@ bool Scheduler::take_task_of(uint32_t index, uint32_t* task) {
                                        std::memory_order_acquire)) {
       *task = task_of(cursor);
       KVM_ASSERT(*task < s.plan.n_tasks);
-      charge(s.plan.lane, s.plan.cost / s.plan.n_tasks);
+      add_served(s.plan.lane, s.plan.cost / s.plan.n_tasks);
       return true;
     }
   }

@@ -131,7 +131,8 @@ class Scheduler {
   void open(JobHandle job, uint32_t n_open);
   // Whether threads yield their cores now and then.
   void set_yielding(bool yields) { yields_.store(yields, std::memory_order_relaxed); }
-  // Counts work of a lane that the driver did outside jobs.
+  // Counts work of a lane that the driver did outside jobs. Where no lane has jobs it is what all
+  // count from, as with jobs of a lane that is alone: others begin no further behind.
   void charge(uint32_t lane, uint64_t cost);
   // Runs one ready task on the calling (driver) thread; false when there is none.
   bool run_one() { return run_one(0); }
@@ -193,6 +194,7 @@ class Scheduler {
   bool take_task_of(uint32_t index, uint32_t* task);
   bool take_fair_task(uint32_t* slot, uint32_t* task);
   bool has_ready_task(const Slot& slot) const;
+  uint64_t add_served(uint32_t lane, uint64_t cost);
   uint64_t least_served() const;
   uint64_t least_ready(uint32_t but) const;
   void catch_up(uint32_t lane);

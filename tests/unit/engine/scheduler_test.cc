@@ -184,6 +184,26 @@ TEST(Scheduler, ALaneThatWasAloneIsNotStarved) {
   wait_for(scheduler, 2);
 }
 
+// The same where the driver did its work outside jobs: who comes later begins no further behind.
+TEST(Scheduler, WorkOutsideJobsIsNoDebtWhereNobodyElseWantedIt) {
+  std::vector<int> seen;
+  Scheduler scheduler(1, 0);
+  Log first(&seen, 0);
+  Log other(&seen, 1);
+  for (int i = 0; i < 1000; ++i) {
+    scheduler.charge(1, uint64_t{100} << 20);
+  }
+  scheduler.start(&other, {.n_tasks = 100, .cost = uint64_t{100} << 20, .lane = 2});
+  scheduler.start(&first, {.n_tasks = 100, .cost = uint64_t{100} << 20, .lane = 1});
+  for (int i = 0; i < 60; ++i) {
+    scheduler.run_one();
+  }
+  EXPECT_GE(std::count(seen.begin(), seen.end(), 0), 20);
+  while (scheduler.run_one()) {
+  }
+  wait_for(scheduler, 2);
+}
+
 // One that waits at a gate while others are served catches up with the credit alone, and holds back
 // nobody who comes meanwhile.
 TEST(Scheduler, ALaneThatWaitsAtItsGateCatchesUpNoFurther) {
