@@ -192,42 +192,54 @@ bool RetentionSlice::next_phase() {
   bool goes_on = false;
   for (uint32_t index = 0; index < works_.size(); ++index) {
     Work& work = works_[index];
-    if (phase_ == Phase::kGo) {
-      if (work.kept != nullptr && !work.has_failed) {
-        goes_on = true;
-        add_go(index, work);
-      }
-      continue;
-    }
-    if (work.kept != nullptr && work.recodings.size() != 0 && !work.has_failed &&
-        phase_ == Phase::kMix) {
-      goes_on = true;
-      add_copies(index, work, classes_[index].token_bytes());
-    }
-    if (work.merge == nullptr || work.has_failed) {
-      continue;
-    }
-    goes_on = true;
-    if (phase_ == Phase::kMix) {
-      work.merge->gate(*work.kept);
-      for (uint32_t i = 0; i < work.merge->n_mixes(); ++i) {
-        add_piece({.work = index, .step = Step::kMerge, .begin = i, .end = i + 1},
-                  work.merge->mix_bytes() / work.merge->n_mixes());
-      }
-      continue;
-    }
-    std::erase_if(work.choice.copies, [&](const KeptTokens::Token& token) {
-      return work.merge->writes(token.position);
-    });
-    add_copies(index, work, classes_[index].token_bytes());
-    const uint32_t n = work.merge->n_targets();
-    for (uint32_t begin = 0; begin < n; begin += kPieceCopies) {
-      const uint32_t end = std::min(n, begin + kPieceCopies);
-      add_piece({.work = index, .step = Step::kMerge, .begin = begin, .end = end},
-                (end - begin) * classes_[index].token_bytes() * kCopyWeight);
+    const size_t n_before = pieces_.size();
+    try {
+      goes_on |= work.kept != nullptr && !work.has_failed && add_phase(index, &work);
+    } catch (const std::bad_alloc&) {
+      // It has changed nothing yet. Others may have, and must come to their end.
+      pieces_.resize(n_before);
+      failed_.resize(n_before);
+      work.has_failed = true;
     }
   }
   return goes_on;
+}
+
+// The pieces of a kKeep in this phase; none of an earlier one has written rows. Returns whether it
+// has something to do. Throws std::bad_alloc.
+bool RetentionSlice::add_phase(uint32_t index, Work* work) {
+  const uint64_t token_bytes = classes_[index].token_bytes();
+  const bool demotes = work->recodings.size() != 0;
+  if (phase_ == Phase::kGo) {
+    add_go(index, *work);
+    return true;
+  }
+  if (phase_ == Phase::kMix && demotes) {
+    add_copies(index, *work, token_bytes);
+    return true;
+  }
+  if (work->merge == nullptr) {
+    return false;
+  }
+  if (phase_ == Phase::kMix) {
+    work->merge->gate(*work->kept);
+    for (uint32_t i = 0; i < work->merge->n_mixes(); ++i) {
+      add_piece({.work = index, .step = Step::kMerge, .begin = i, .end = i + 1},
+                work->merge->mix_bytes() / work->merge->n_mixes());
+    }
+    return true;
+  }
+  std::erase_if(work->choice.copies, [&](const KeptTokens::Token& token) {
+    return work->merge->writes(token.position);
+  });
+  add_copies(index, *work, token_bytes);
+  const uint32_t n = work->merge->n_targets();
+  for (uint32_t begin = 0; begin < n; begin += kPieceCopies) {
+    const uint32_t end = std::min(n, begin + kPieceCopies);
+    add_piece({.work = index, .step = Step::kMerge, .begin = begin, .end = end},
+              (end - begin) * token_bytes * kCopyWeight);
+  }
+  return true;
 }
 
 void RetentionSlice::run_merge(const Piece& piece, Work* work, ThreadWorkspace& workspace,

@@ -157,6 +157,7 @@ class RetentionSlice {
   void add_piece(const Piece& piece, uint64_t n_bytes);
   void add_copies(uint32_t index, const Work& work, uint64_t token_bytes);
   void add_pages(uint32_t index, const Work& work);
+  bool add_phase(uint32_t index, Work* work);
   void add_go(uint32_t index, const Work& work);
   static void choose(const tiers::SlabClass& slab_class, Work* work);
   void run_merge(const Piece& piece, Work* work, ThreadWorkspace& workspace, Failed* failed);
