@@ -184,7 +184,8 @@ class Client:
             fingerprint: bytes = bytes(32), shard_index: int = 0, n_shards: int = 0) -> Space:
         """Registers the geometry of a model's KV, or finds the space of this name that is the same.
 
-        codec:         how keys and values are stored; None: bfloat16. "int8" and "fp8" take half.
+        codec:         how keys and values are stored where `codecs`, also those of `policy`, do
+                       not say; None: bfloat16. "int8" and "fp8" take half.
         n_kv_heads:    0: n_q_heads. head_dim_v: 0: head_dim.
         rope:          how keys were rotated before they are appended; policies with cache-relative
                        positions need to know.

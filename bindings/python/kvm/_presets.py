@@ -46,7 +46,7 @@ class Preset:
     n_tokens: int = 0  #: what shares are of, the length of prompts, say; 0: 4096
     share: float = 0.0  #: of n_tokens that a head keeps, or that is read of it
     speed_up: int = 0  #: unified_layer_skipping: one of so many layers decodes
-    window: int = 0  #: yi_lightning: tokens
+    window: int = 0  #: yi_lightning: tokens; memory_mosaics: h
     n_pairs: int = 0  #: minicache: pairs of layers, from the last on; 0: half of the layers pair
     slack: int = 0  #: tokens kept beyond windows, so that truncating has room
     #: duo_attention, razor_attention: of each layer the kv heads that do not retrieve, as
@@ -60,6 +60,8 @@ class Preset:
         numbers: dict[str, Any] = {}
         for part in filter(None, rest.split(",")):
             field, _, value = part.partition("=")
+            if field in numbers:
+                raise ValueError(f"{words!r} sets {field} twice")
             if field not in _NUMBERS:
                 raise ValueError(f"{words!r} sets {field!r}; a preset has {', '.join(_NUMBERS)}")
             try:
