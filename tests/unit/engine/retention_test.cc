@@ -245,6 +245,25 @@ TEST(RetentionSlice, BitsDoNotDependOnThreadsOrWaiting) {
   }
 }
 
+SeqRequest commit_of(kvm_seq_id seq) {
+  SeqRequest request;
+  request.verb = SeqVerb::kCommit;
+  request.seq = seq;
+  request.n_tokens = KVM_POSITION_END;
+  return request;
+}
+
+// With the last token.
+StepRequest attend_of(kvm_space_id space, kvm_seq_id seq, Buffer* q, Buffer* o) {
+  StepRequest request;
+  request.space = space;
+  request.attend = true;
+  request.items = {query_item(seq, 1)};
+  request.q = q->view();
+  request.o = o->view();
+  return request;
+}
+
 // A client that commits much by hand, and another with a small request: on one thread, which does
 // all of it in turns.
 TEST(RetentionSlice, NobodyWaitsForAWholeCommit) {
@@ -285,24 +304,15 @@ TEST(RetentionSlice, NobodyWaitsForAWholeCommit) {
 
     bool is_committed = false;
     bool is_attended = false;
-    SeqRequest commit;
-    commit.verb = SeqVerb::kCommit;
-    commit.seq = big;
-    commit.n_tokens = KVM_POSITION_END;
-    rig.engine->submit(rig.client, {1, 1000}, std::move(commit),
+    rig.engine->submit(rig.client, {1, 1000}, commit_of(big),
                        [&](RequestResult&&) { is_committed = true; });
     EXPECT_FALSE(is_committed);
     Buffer o(Dtype::kF32, 1, 1, kManyHeads, kDim);
-    StepRequest attend;
-    attend.space = space;
-    attend.attend = true;
-    attend.items = {query_item(small, 1)};
-    attend.q = kv.view();
-    attend.o = o.view();
-    rig.engine->submit(other, {1, 1001}, std::move(attend), [&](RequestResult&& result) {
-      EXPECT_TRUE(result.status.is_ok());
-      is_attended = true;
-    });
+    rig.engine->submit(other, {1, 1001}, attend_of(space, small, &kv, &o),
+                       [&](RequestResult&& result) {
+                         EXPECT_TRUE(result.status.is_ok());
+                         is_attended = true;
+                       });
     for (int i = 0; i < 100000 && !is_attended; ++i) {
       rig.engine->poll();
       rig.engine->work();
@@ -353,13 +363,7 @@ TEST(RetentionSlice, SmallRequestsGoBeforeTasksOfACommit) {
     // Turns of the driver until it is answered; each runs a task at most.
     const auto turns_of_attend = [&] {
       bool is_attended = false;
-      StepRequest attend;
-      attend.space = plain;
-      attend.attend = true;
-      attend.items = {query_item(small, 1)};
-      attend.q = kv.view();
-      attend.o = o.view();
-      rig.engine->submit(other, {1, 1}, std::move(attend),
+      rig.engine->submit(other, {1, 1}, attend_of(plain, small, &kv, &o),
                          [&](RequestResult&&) { is_attended = true; });
       uint32_t n_turns = 0;
       for (rig.engine->poll(); !is_attended; rig.engine->poll(), ++n_turns) {
@@ -370,11 +374,7 @@ TEST(RetentionSlice, SmallRequestsGoBeforeTasksOfACommit) {
     const uint32_t n_alone = turns_of_attend();
     ASSERT_GT(n_alone, 0u) << "too small to be a job";
     bool is_committed = false;
-    SeqRequest commit;
-    commit.verb = SeqVerb::kCommit;
-    commit.seq = big;
-    commit.n_tokens = KVM_POSITION_END;
-    rig.engine->submit(rig.client, {1, 2}, std::move(commit),
+    rig.engine->submit(rig.client, {1, 2}, commit_of(big),
                        [&](RequestResult&&) { is_committed = true; });
     uint32_t n_beside = 0;
     uint32_t most = 0;
@@ -411,11 +411,7 @@ TEST(RetentionSlice, ClientsMayGoMeanwhile) {
       request.v = kv.view();
       ASSERT_TRUE(rig.run(std::move(request), client).status.is_ok());
     }
-    SeqRequest commit;
-    commit.verb = SeqVerb::kCommit;
-    commit.seq = seq;
-    commit.n_tokens = KVM_POSITION_END;
-    rig.engine->submit(client, {1, 1000}, std::move(commit), [](RequestResult&&) {});
+    rig.engine->submit(client, {1, 1000}, commit_of(seq), [](RequestResult&&) {});
     for (uint32_t i = 0; i < n_turns; ++i) {
       rig.engine->work();
       rig.engine->poll();
