@@ -501,14 +501,24 @@ struct HeadConfig {
 
 using HeadConfigs = std::vector<std::vector<HeadConfig>>;  // [layer][kv head]
 
+// As kvm.h has it, and its number where it has none.
+std::string retention_text(uint32_t kind) {
+  constexpr const char* kNames[] = {"KVM_RETAIN_FULL", "KVM_RETAIN_SINKS_RECENT",
+                                    "KVM_RETAIN_SINKS_RECENT_FOLD", "KVM_RETAIN_HEAVY",
+                                    "KVM_RETAIN_PROMPT"};
+  return kind < std::size(kNames) ? std::string(kNames[kind]) + " (" + text(kind) + ")"
+                                  : "retention " + text(kind);
+}
+
 Status check_retention(const std::string& where, const kvm_policy_params& params) {
   if (params.positions > KVM_POSITIONS_IN_CACHE) {
     return invalid(where + ".positions is " + text(params.positions) +
                    "; it must be KVM_POSITIONS_ABSOLUTE (0) or KVM_POSITIONS_IN_CACHE (1)");
   }
   if (params.positions == KVM_POSITIONS_IN_CACHE && params.retention != KVM_RETAIN_SINKS_RECENT) {
-    return invalid(where + ".positions is KVM_POSITIONS_IN_CACHE with retention " +
-                   text(params.retention) + "; only with KVM_RETAIN_SINKS_RECENT (1) is it known " +
+    return invalid(where + ".positions is KVM_POSITIONS_IN_CACHE with " +
+                   retention_text(params.retention) +
+                   "; only with KVM_RETAIN_SINKS_RECENT (1) is it known " +
                    "how many tokens are between the sinks and a query");
   }
   if (params.retention > KVM_RETAIN_PROMPT) {
@@ -612,10 +622,9 @@ Status check_seen(const Space& space, const HeadConfigs& configs) {
       continue;
     }
     const bool in_cache = head->retention.positions == KVM_POSITIONS_IN_CACHE;
-    const std::string which = "kv head " + text(head - heads.begin()) + " of layer " + text(i) +
-                              " has " +
-                              (in_cache ? std::string("KVM_POSITIONS_IN_CACHE")
-                                        : "retention " + text(head->retention.kind));
+    const std::string which =
+        "kv head " + text(head - heads.begin()) + " of layer " + text(i) + " has " +
+        (in_cache ? std::string("KVM_POSITIONS_IN_CACHE") : retention_text(head->retention.kind));
     if (in_cache && space.rope_layout == KVM_ROPE_NONE) {
       return invalid(which + ", and the space has no rope_layout: the service must know how " +
                      "positions turn queries to move them");
@@ -629,7 +638,7 @@ Status check_seen(const Space& space, const HeadConfigs& configs) {
                      "positions mean");
     }
     if (head->retention.kind == KVM_RETAIN_SINKS_RECENT_FOLD && !space.alibi_slopes.empty()) {
-      return invalid(which + " (SINKS_RECENT_FOLD), and the space has alibi_slopes: tokens that " +
+      return invalid(which + ", and the space has alibi_slopes: tokens that " +
                      "become one entry would all have the bias of its position");
     }
     if (layer.window != 0) {
@@ -756,7 +765,7 @@ Status check_pairs(const Space& space, const HeadConfigs& configs) {
       if (config.retention.kind > KVM_RETAIN_SINKS_RECENT) {
         return Status(
             KVM_ERR_UNSUPPORTED,
-            pair + ", and kv head " + text(head) + " has retention " + text(config.retention.kind) +
+            pair + ", and kv head " + text(head) + " has " + retention_text(config.retention.kind) +
                 ": both layers must hold the same tokens, which KVM_RETAIN_FULL (0) and " +
                 "KVM_RETAIN_SINKS_RECENT (1) see to");
       }

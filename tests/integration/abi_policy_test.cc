@@ -289,7 +289,7 @@ TEST_F(AbiPolicy, ImpossibleCombinationsSayWhy) {
   refused("policies[3].n_heavy is 0");
   policies_[3].n_heavy = 32;
   policies_[2].positions = KVM_POSITIONS_IN_CACHE;
-  refused("policies[2].positions is KVM_POSITIONS_IN_CACHE with retention 2");
+  refused("policies[2].positions is KVM_POSITIONS_IN_CACHE with KVM_RETAIN_SINKS_RECENT_FOLD (2)");
   policies_[2].positions = KVM_POSITIONS_ABSOLUTE;
   kvm_layer_params layer{};
   layer.n_layers = 1;

@@ -108,7 +108,7 @@ const std::vector<BadSpec>& bad_specs() {
          s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)};
          s->alibi_slopes.assign(4, 0);
        }},
-      {"kv head 2 of layer 1 has retention 2 (SINKS_RECENT_FOLD), and the space has alibi_slopes",
+      {"kv head 2 of layer 1 has KVM_RETAIN_SINKS_RECENT_FOLD (2), and the space has alibi_slopes",
        [](SpaceSpec* s) {
          s->policies = {sinks_recent(1, 0b100, 4, 100)};
          s->policies[0].retention = KVM_RETAIN_SINKS_RECENT_FOLD;
@@ -260,7 +260,7 @@ const std::vector<BadSpec>& bad_specs() {
          s->layers = {pair_at(1)};
          s->policies = {sinks_recent(1, 0b100, 0, 1)};
        }},
-      {"layers 0 and 1 are a pair, and kv head 0 has retention 3",
+      {"layers 0 and 1 are a pair, and kv head 0 has KVM_RETAIN_HEAVY (3)",
        [](SpaceSpec* s) {
          s->layers = {pair_at(1)};
          s->policies = {{.retention = KVM_RETAIN_HEAVY, .n_recent = 1, .n_heavy = 1}};
@@ -357,7 +357,7 @@ const std::vector<BadSpec>& bad_specs() {
          s->alibi_slopes.assign(s->params.n_q_heads, 0.5f);
        }},
       {"policies[0].positions is 2", [](SpaceSpec* s) { s->policies = {in_cache(2)}; }},
-      {"IN_CACHE with retention 0",
+      {"IN_CACHE with KVM_RETAIN_FULL (0)",
        [](SpaceSpec* s) { s->policies = {{.positions = KVM_POSITIONS_IN_CACHE}}; }},
       {"kv head 0 of layer 1 has KVM_POSITIONS_IN_CACHE, and the space has no rope_layout",
        [](SpaceSpec* s) { s->policies = {in_cache(KVM_POSITIONS_IN_CACHE)}; }},
@@ -379,7 +379,7 @@ const std::vector<BadSpec>& bad_specs() {
          s->policies = {sinks_recent(1, 0, 4, 100)};
          s->policies[0].retention = KVM_RETAIN_HEAVY;
        }},
-      {"kv head 2 of layer 1 has retention 2, and the layer has a window of 9",
+      {"kv head 2 of layer 1 has KVM_RETAIN_SINKS_RECENT_FOLD (2), and the layer has a window of 9",
        [](SpaceSpec* s) {
          s->policies = {sinks_recent(1, 0b100, 4, 100)};
          s->policies[0].retention = KVM_RETAIN_SINKS_RECENT_FOLD;
