@@ -509,26 +509,6 @@ template <int kRows, int kBits>
     fold_gear<kRows>(args, item, row);
 }
 
-// Makes the queries of all tiles for the page of an item, where they are not those already.
-template <int kRows>
-inline void fold_queries(const StreamArgs& args, const KvItem& item) {
-  FoldedFor& folded = *args.folded_for;
-  const uint16_t* page = item.k_codes.b != nullptr ? item.k_codes.b : item.k_codes.channels;
-  if (folded.page == page && folded.elem == item.elem_k && folded.variant == item.variant &&
-      folded.by_token == (item.k_codes.steps != nullptr))
-    return;
-  folded = {page, item.elem_k, item.variant, item.k_codes.steps != nullptr};
-  for (uint32_t row = 0; row < args.q.rows; row += kRows) {
-    if (item.elem_k == kElemCodes4) {
-      fold_query<kRows, 4>(args, item, row);
-    } else if (item.elem_k == kElemCodes3) {
-      fold_query<kRows, 3>(args, item, row);
-    } else {
-      fold_query<kRows, 2>(args, item, row);
-    }
-  }
-}
-
 // Calls function.operator()<bits, by token> as an item's rows have them, and returns what it does.
 template <typename Function>
 [[gnu::always_inline]] inline auto with_kind(uint8_t elem, const CodeParams& params,
@@ -544,6 +524,21 @@ template <typename Function>
   }
   return by_token ? function.template operator()<2, true>()
                   : function.template operator()<2, false>();
+}
+
+// Makes the queries of all tiles for the page of an item, where they are not those already.
+template <int kRows>
+inline void fold_queries(const StreamArgs& args, const KvItem& item) {
+  FoldedFor& folded = *args.folded_for;
+  const uint16_t* page = item.k_codes.b != nullptr ? item.k_codes.b : item.k_codes.channels;
+  if (folded.page == page && folded.elem == item.elem_k && folded.variant == item.variant &&
+      folded.by_token == (item.k_codes.steps != nullptr))
+    return;
+  folded = {page, item.elem_k, item.variant, item.k_codes.steps != nullptr};
+  with_kind(item.elem_k, item.k_codes, [&]<int kBits, bool>() {
+    for (uint32_t row = 0; row < args.q.rows; row += kRows)
+      fold_query<kRows, kBits>(args, item, row);
+  });
 }
 
 // Asks for the rows of later items, as Reader does for rows of more bytes: an item of codes is so
