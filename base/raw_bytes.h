@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <span>
 #include <utility>
 
 namespace kvm {
@@ -30,7 +29,6 @@ class RawBytes {
   size_t size() const { return size_; }
   std::byte* data() { return bytes_.get(); }
   const std::byte* data() const { return bytes_.get(); }
-  std::span<const std::byte> bytes() const { return {bytes_.get(), size_}; }
 
  private:
   std::unique_ptr<std::byte[]> bytes_;

@@ -538,14 +538,15 @@ void add_commit(const Options& options, const Setting& setting, uint32_t n_token
   }
   // A fork has the same tokens to commit, so that few requests beside a commit are many in the end.
   // The first one is not measured: the pool has its memory then, as it has in a service that runs.
-  const kvm_seq_id first = rig.fork(seq);
-  rig.commit(first, n_tokens);
-  rig.free(first);
+  const auto commit_fork = [&](const std::function<void()>& meanwhile) {
+    const kvm_seq_id again = rig.fork(seq);
+    rig.commit(again, n_tokens, meanwhile);
+    rig.free(again);
+  };
+  commit_fork({});
   for (Asked* asked : {&small, &middle}) {
     while (asked->beside.size() < n_samples) {
-      const kvm_seq_id again = rig.fork(seq);
-      rig.commit(again, n_tokens, [&] { asked->beside.push_back(asked->ask()); });
-      rig.free(again);
+      commit_fork([&] { asked->beside.push_back(asked->ask()); });
     }
   }
   const double prompt_s = rig.commit(seq, n_tokens);

@@ -43,17 +43,16 @@ void append_heaviest(std::span<const Candidate> candidates, size_t n,
   const double least = *last;
   auto n_equal = n - static_cast<size_t>(std::count_if(
                          masses.begin(), last, [least](double mass) { return mass > least; }));
-  positions->reserve(positions->size() + n);
-  size_t n_appended = 0;
+  const size_t n_wanted = positions->size() + n;
+  positions->reserve(n_wanted);
   for (const Candidate& candidate : candidates) {
     const bool is_equal = candidate.mass == least && n_equal != 0;
     n_equal -= is_equal ? 1 : 0;
     if (is_equal || candidate.mass > least) {
       positions->push_back(candidate.position);
-      ++n_appended;
     }
   }
-  KVM_ASSERT(n_appended == n);
+  KVM_ASSERT(positions->size() == n_wanted);
 }
 
 // One layer's share, and the lists of `lists` that it is about.

@@ -26,8 +26,8 @@ class KeptTokens {
     uint32_t slot = 0;
   };
 
-  // is_counted: tokens that are merged into another count (log_weights). leads: the
-  // pages of what is not kept stay, behind these tokens.
+  // is_counted: tokens that are merged into another count (log_weights). leads: the pages of what
+  // is not kept stay, behind these tokens.
   // REQUIRES: rows_are_own() of the class's codecs; capacity is whole pages where rows do not stand
   // alone.
   KeptTokens(const tiers::SlabClass& slab_class, uint64_t begin, uint32_t capacity, bool is_counted,
