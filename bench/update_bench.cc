@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// update: what a step of kvm_cuda.h costs the host, without what the CUDA runtime takes.
+//
+// kvm_cuda_update and the launches of all layers run over a driver that forgets what it is told.
+// What CUDA adds goes by the calls, which are counted. Sequences stand at random places of their
+// pages, as those of a serving engine do, or all at the same one, so that all need new pages in the
+// same step; or each step appends a draft and takes part of it back.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/splitmix.h"
+#include "bench/harness.h"
+#include "bench/null_driver.h"
+#include "client/embedded_device.h"
+#include "device/device_store.h"
+
+namespace kvm::bench {
+namespace {
+
+constexpr uint32_t kHeads = 8, kQHeads = 32, kDim = 128;
+constexpr uint32_t kBlocks = 264;  // of a decode kernel on an H200
+constexpr uint64_t kTokens = 2048;
+constexpr uint64_t kRoom = 8192;  // of a sequence
+constexpr uint32_t kDraft = 4;    // tokens, of which half are taken back
+
+enum class Kind { kScattered, kTogether, kDrafts };
+
+struct Case {
+  const char* name;
+  Kind kind;
+  uint32_t n_layers;
+  uint32_t n_items;
+  bool windows;  // every second layer attends to a window
+  double bar_us;
+};
+
+constexpr Case kCases[] = {
+    {"scattered", Kind::kScattered, 32, 256, false, 200},
+    {"scattered", Kind::kScattered, 80, 256, false, 500},
+    {"scattered", Kind::kScattered, 32, 1024, false, 0},
+    {"windows", Kind::kScattered, 32, 256, true, 0},
+    {"together", Kind::kTogether, 32, 256, false, 200},
+    {"together", Kind::kTogether, 80, 256, false, 500},
+    {"drafts", Kind::kDrafts, 32, 256, false, 200},
+    {"drafts", Kind::kDrafts, 80, 256, false, 500},
+};
+
+class Engine {
+ public:
+  explicit Engine(const Case& of) : case_(of) {
+    const uint64_t pool_bytes = uint64_t{1} << 42;
+    auto service = std::make_shared<client::DeviceService>(1);
+    service->store = require(
+        device::DeviceStore::open(std::make_unique<NullDriver>(pool_bytes, kBlocks, &counts_),
+                                  {.pool_bytes = pool_bytes, .host_bytes = 0}),
+        "device");
+    client_ = std::make_unique<client::DeviceClient>(std::move(service), 0);
+    SpaceSpec spec;
+    spec.name = "update";
+    spec.params.n_layers = of.n_layers;
+    spec.params.n_q_heads = kQHeads;
+    spec.params.n_kv_heads = kHeads;
+    spec.params.head_dim_k = spec.params.head_dim_v = kDim;
+    spec.params.codec = KVM_CODEC_BF16;
+    spec.params.softmax_scale = 0.088f;
+    for (uint32_t layer = 0; of.windows && layer < of.n_layers; ++layer) {
+      kvm_layer_params params{};
+      params.layer_begin = layer;
+      params.n_layers = 1;
+      params.window = layer % 2 == 0 ? 1024 : 0;
+      spec.layers.push_back(params);
+    }
+    space_ = require(client_->register_space(spec), "space");
+    device::BatchOptions options;
+    options.max_items = of.n_items;
+    options.max_query = of.kind == Kind::kDrafts ? kDraft : 1;
+    options.max_append = of.n_items * static_cast<uint32_t>(kRoom / 4);
+    options.max_query_rows = of.n_items * options.max_query;
+    options.max_tokens = kRoom;
+    batch_ = require(client_->create_batch(space_, options), "batch");
+    add_sequences(options.max_query);
+  }
+  ~Engine() { client_->destroy_batch(std::move(batch_)); }
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Seconds of one update.
+  double update() {
+    if (case_.kind == Kind::kDrafts) {
+      for (size_t i = 0; i < items_.size(); ++i) {
+        lengths_[i] -= kDraft / 2;
+        require(client_->seq(
+                    {.verb = SeqVerb::kTruncate, .seq = items_[i].seq, .n_tokens = lengths_[i]}),
+                "truncate");
+        lengths_[i] += kDraft;
+      }
+    }
+    before_ = counts_;
+    const double begin = now_s();
+    require(client_->update(batch_.get(), items_.data(), case_.n_items, nullptr), "update");
+    return now_s() - begin;
+  }
+
+  // Seconds of the launches of all layers.
+  double launch() {
+    const uint32_t n_rows = static_cast<uint32_t>(items_.size()) * items_[0].n_query;
+    const auto tensor = [&](uint32_t heads) {
+      return device::DeviceTensor{reinterpret_cast<uint8_t*>(4096),
+                                  uint64_t{n_rows} * heads * kDim * 2, Dtype::kBf16, 0, 0};
+    };
+    const double begin = now_s();
+    require(client_->with_batch(batch_.get(),
+                                [&](device::Batch& batch) -> Status {
+                                  for (uint32_t layer = 0; layer < case_.n_layers; ++layer) {
+                                    KVM_TRY(batch.append(layer, tensor(kHeads), tensor(kHeads),
+                                                         nullptr));
+                                    device::AttendCall call;
+                                    call.layer = layer;
+                                    call.q = call.o = tensor(kQHeads);
+                                    KVM_TRY(batch.attend(call, nullptr));
+                                  }
+                                  return Status::ok();
+                                }),
+            "launch");
+    return now_s() - begin;
+  }
+
+  // Of the last update.
+  NullCounts counts() const {
+    return {counts_.n_copies - before_.n_copies, counts_.copied_bytes - before_.copied_bytes,
+            counts_.n_launches - before_.n_launches, counts_.n_events - before_.n_events};
+  }
+
+ private:
+  void add_sequences(uint32_t n_query) {
+    for (uint32_t i = 0; i < case_.n_items; ++i) {
+      const kvm_seq_id seq =
+          require(client_->seq({.verb = SeqVerb::kCreate, .space = space_}), "sequence");
+      const uint64_t more = case_.kind == Kind::kTogether ? 0 : splitmix64(i) % kTokens;
+      lengths_.push_back(kTokens / 2 + more);
+      kvm_cuda_item item{};
+      item.seq = seq;
+      item.n_append = static_cast<uint32_t>(lengths_.back());
+      require(client_->update(batch_.get(), &item, 1, nullptr), "prompt");
+      item.n_append = item.n_query = n_query;
+      item.append_row = item.query_row = i * n_query;
+      items_.push_back(item);
+    }
+  }
+
+  const Case case_;
+  NullCounts counts_, before_;
+  std::unique_ptr<client::DeviceClient> client_;
+  kvm_space_id space_ = 0;
+  std::unique_ptr<device::Batch> batch_;
+  std::vector<kvm_cuda_item> items_;
+  std::vector<uint64_t> lengths_;
+};
+
+}  // namespace
+
+int run_update(const Options& options) {
+  Report report("update", options);
+  for (const Case& of : kCases) {
+    Engine engine(of);
+    (void)engine.update();  // all page tables
+    std::vector<double> updates, launches;
+    NullCounts most;
+    const uint32_t n_steps = options.quick ? 70 : 1024;
+    for (uint32_t step = 0; step < n_steps; ++step) {
+      updates.push_back(engine.update());
+      const NullCounts counts = engine.counts();
+      most.n_copies = std::max(most.n_copies, counts.n_copies);
+      most.copied_bytes = std::max(most.copied_bytes, counts.copied_bytes);
+      most.n_launches = std::max(most.n_launches, counts.n_launches);
+      most.n_events = std::max(most.n_events, counts.n_events);
+      launches.push_back(engine.launch());
+    }
+    const double p50 = median(updates) * 1e6;
+    report.add({{"case", of.name},
+                {"layers", of.n_layers},
+                {"sequences", of.n_items},
+                {"update_p50_us", p50},
+                {"update_p99_us", percentile(updates, 0.99) * 1e6},
+                {"launches_p50_us", median(launches) * 1e6},
+                {"copies", most.n_copies},
+                {"copied_kib", static_cast<double>(most.copied_bytes) / 1024},
+                {"kernels", most.n_launches},
+                {"events", most.n_events}});
+    if (of.bar_us != 0) {
+      report.note(fmt::format("{}, {} layers, {} sequences: p50 {:.0f} us (<= {:.0f}): {}", of.name,
+                              of.n_layers, of.n_items, p50, of.bar_us,
+                              p50 <= of.bar_us ? "pass" : "FAIL"));
+    }
+  }
+  return report.finish();
+}
+
+}  // namespace kvm::bench
