@@ -55,7 +55,7 @@ class NullDriver final : public device::Driver {
   Status append(CodecId, const attention::gpu::AppendParams&, uint32_t, device::Stream) override {
     return launch();
   }
-  Status patch(const attention::gpu::PatchParams&, device::Stream) override { return launch(); }
+  Status scatter(const attention::gpu::ScatterParams&, device::Stream) override { return launch(); }
   Status move(const attention::gpu::MoveParams&, device::Stream) override { return launch(); }
 
  private:

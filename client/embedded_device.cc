@@ -51,7 +51,7 @@ Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayo
                          from.slab_class.v().name + " in a space of " +
                          codecs::codec_of(space.codec).name + "; all must be alike");
     }
-    to->classes.push_back({from.kv_heads, keeps.n_sinks, keeps.n_recent, keeps.slack, 0});
+    to->classes.push_back({from.kv_heads, keeps.n_sinks, keeps.n_recent, keeps.slack, 0, 0});
   }
   return Status::ok();
 }

@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -17,21 +16,22 @@ namespace kvm::device {
 using attention::gpu::AppendParams;
 using attention::gpu::AppendToken;
 using attention::gpu::DecodeParams;
-using attention::gpu::DecodePlan;
 using attention::gpu::kMaxClasses;
 using attention::gpu::kMaxMergeSlots;
 using attention::gpu::Merge;
 using attention::gpu::MergeParams;
 using attention::gpu::PageClass;
-using attention::gpu::Patch;
-using attention::gpu::PatchParams;
+using attention::gpu::PlanCounts;
 using attention::gpu::Request;
+using attention::gpu::ScatterParams;
+using attention::gpu::WordRun;
 using attention::gpu::Work;
 
 namespace {
 
-// Changes of the page table that go in one piece.
-constexpr uint32_t kPatchesAtOnce = 16384;
+// Changes of the page table that go in one message, and runs that they may make.
+constexpr uint32_t kEntriesAtOnce = 16384;
+constexpr uint32_t kEntryRunsAtOnce = 8192;
 constexpr uint64_t kAlign = 256;
 
 std::string number(uint64_t n) { return std::to_string(n); }
@@ -64,12 +64,11 @@ Status Batch::init() {
              attention::gpu::block_rows_for(space_->codec, space_->dim, most_rows)};
   KVM_TRY_ASSIGN(const uint32_t blocks, store_->driver().decode_blocks(kernel_));
   blocks_ = std::min(blocks, kMaxMergeSlots);
-  // Changes of the table name its entries by 32 bits.
-  const uint64_t table = uint64_t{space_->n_lists} * options_.max_items * max_pages_;
+  // Kernels name its entries by 32 bits.
+  const uint64_t table = uint64_t{space_->lists.size()} * options_.max_items * max_pages_;
   if (table > UINT32_MAX) {
     return Status(KVM_ERR_UNSUPPORTED, "the batch's page table has " + number(table) +
-                                           " entries, of all layers; allowed are " +
-                                           number(UINT32_MAX));
+                                           " entries; allowed are " + number(UINT32_MAX));
   }
   KVM_TRY(make_kinds());
   lay_out();
@@ -104,7 +103,11 @@ Status Batch::make_kinds() {
     }
     const std::vector<ClassLayout>& classes = space_->storage(index).classes;
     const auto same = [&](const Kind& kind) {
-      return kind.classes == classes && kind.window == layer.window && kind.group == layer.group();
+      return kind.window == layer.window && kind.group == layer.group() &&
+             std::equal(kind.classes.begin(), kind.classes.end(), classes.begin(), classes.end(),
+                        [](const ClassLayout& a, const ClassLayout& b) {
+                          return a.list == b.list && a.kv_heads == b.kv_heads;
+                        });
     };
     auto kind = std::find_if(kinds_.begin(), kinds_.end(), same);
     if (kind == kinds_.end()) {
@@ -130,9 +133,9 @@ Status Batch::size_kind(Kind* kind) const {
   uint64_t n_items = 0;
   for (const ClassLayout& of : kind->classes) {
     const auto n_heads = static_cast<uint32_t>(of.kv_heads.size());
-    const tiers::SlabClass lies = space_->slab_class(of);
+    const tiers::SlabClass lies = space_->slab_class(n_heads);
     PageClass page_class;
-    page_class.page_bytes = lies.page_bytes();
+    page_class.page_bytes = store_->pool().slab_page_bytes(space_->lists[of.list].slab);
     page_class.v_offset_bytes = lies.v_offset();
     page_class.head_stride_bytes = static_cast<uint32_t>(lies.k().head_rows_bytes(lies.dim_k));
     page_class.heads_first = static_cast<uint32_t>(kind->heads.size());
@@ -179,15 +182,23 @@ void Batch::lay_out() {
     at = round_up(at + size_bytes, kAlign);
     return begin;
   };
+  max_runs_ = kEntryRunsAtOnce;
+  max_words_ = kEntriesAtOnce;
+  // What an update may change all of.
+  const auto take_changing = [&](uint64_t size_bytes) {
+    max_runs_ += Message::runs_for(size_bytes);
+    max_words_ += Message::words_for(size_bytes);
+    return take(size_bytes);
+  };
   for (Kind& kind : kinds_) {
-    kind.work_at = take(uint64_t{kind.work_capacity} * sizeof(Work));
-    kind.merges_at = take(uint64_t{kind.merge_capacity} * sizeof(Merge));
-    kind.tokens_at = take(uint64_t{kind.token_capacity} * sizeof(AppendToken));
-    kind.heads_at = take(kind.heads.size() * sizeof(uint16_t));
+    kind.work_at = take_changing(uint64_t{kind.work_capacity} * sizeof(Work));
+    kind.merges_at = take_changing(uint64_t{kind.merge_capacity} * sizeof(Merge));
+    kind.tokens_at = take_changing(uint64_t{kind.token_capacity} * sizeof(AppendToken));
+    kind.heads_at = take_changing(round_up(kind.heads.size() * sizeof(uint16_t), 4));
   }
-  tree_at_ = take(uint64_t{options_.max_query_rows} * sizeof(uint64_t));
-  patches_at_ = take(uint64_t{kPatchesAtOnce} * sizeof(Patch));
-  slot_bytes_ = round_up(at, 4096);
+  tree_at_ = take_changing(uint64_t{options_.max_query_rows} * sizeof(uint64_t));
+  slot_bytes_ = round_up(Message::bytes_for(max_runs_, max_words_), 4096);
+  message_at_ = take(slot_bytes_);
   uint64_t slots = 0;
   for (const Kind& kind : kinds_) {
     slots = std::max<uint64_t>(slots, kind.slot_capacity);
@@ -195,7 +206,8 @@ void Batch::lay_out() {
   // Layers follow each other on the stream, so they share the room for partial states.
   partial_o_at_ = take(slots * kernel_.block_rows * space_->dim * sizeof(float));
   partial_lse_at_ = take(slots * kernel_.block_rows * sizeof(float));
-  table_at_ = take(space_->n_lists * uint64_t{options_.max_items} * max_pages_ * sizeof(uint32_t));
+  table_at_ =
+      take(space_->lists.size() * uint64_t{options_.max_items} * max_pages_ * sizeof(uint32_t));
   device_bytes_ = at;
 }
 
@@ -213,74 +225,71 @@ Status Batch::allocate() {
   KVM_TRY(driver.register_host(host_, kRing * slot_bytes_));
   for (uint32_t i = 0; i < kRing; ++i) {
     ring_[i].data = host_ + i * slot_bytes_;
-    for (const Kind& kind : kinds_) {
-      std::memcpy(ring_[i].data + kind.heads_at, kind.heads.data(),
-                  kind.heads.size() * sizeof(uint16_t));
-    }
   }
+  forget_device();
   return Status::ok();
 }
 
 // --- A step -------------------------------------------------------------------------------------
 
-Status Batch::check_items(std::span<const BatchItem> items) const {
+Status Batch::check_items(std::span<const BatchItem> items) {
   if (items.size() > options_.max_items) {
     return invalid("n_items is " + number(items.size()) + "; the batch has room for " +
                    number(options_.max_items));
   }
-  std::vector<std::pair<uint32_t, uint32_t>> rows;
-  std::vector<const DeviceSequence*> seqs;
+  rows_.clear();
+  seqs_.clear();
   uint64_t n_append = 0;
   for (size_t i = 0; i < items.size(); ++i) {
     const BatchItem& item = items[i];
-    const std::string where = "item " + number(i) + ": ";
+    const auto where = [i] { return "item " + number(i) + ": "; };
     if (item.seq == nullptr) {
       if ((item.n_append | item.n_query) != 0) {
-        return invalid(where + "no sequence, but tokens to append or to query");
+        return invalid(where() + "no sequence, but tokens to append or to query");
       }
       continue;
     }
     if (item.seq->space != space_) {
-      return invalid(where + "the sequence is of another space than the batch");
+      return invalid(where() + "the sequence is of another space than the batch");
     }
     n_append += item.n_append;
     if (n_append > options_.max_append ||
         uint64_t{item.append_row} + item.n_append > options_.max_append) {
-      return invalid(where + "rows " + number(item.append_row) + " to " +
+      return invalid(where() + "rows " + number(item.append_row) + " to " +
                      number(uint64_t{item.append_row} + item.n_append) + " of k and v, " +
                      number(n_append) + " so far; max_append is " + number(options_.max_append));
     }
     if (item.n_query > options_.max_query ||
         uint64_t{item.query_row} + item.n_query > options_.max_query_rows) {
-      return invalid(where + "n_query is " + number(item.n_query) + " from row " +
+      return invalid(where() + "n_query is " + number(item.n_query) + " from row " +
                      number(item.query_row) + " on; max_query is " + number(options_.max_query) +
                      " and max_query_rows " + number(options_.max_query_rows));
     }
     for (size_t row = 0; row < item.tree.size(); ++row) {
       if (item.n_query < 64 && item.tree[row] >> item.n_query != 0) {
-        return invalid(where + "word " + number(row) + " of tree_mask is " +
+        return invalid(where() + "word " + number(row) + " of tree_mask is " +
                        number(item.tree[row]) + "; with " + number(item.n_query) +
                        " query rows it must be below 2^" + number(item.n_query));
       }
     }
     if (item.seq->n_tokens + item.n_append > options_.max_tokens) {
-      return Status(KVM_ERR_LIMIT, where + "the sequence would have " +
+      return Status(KVM_ERR_LIMIT, where() + "the sequence would have " +
                                        number(item.seq->n_tokens + item.n_append) +
                                        " tokens; max_tokens is " + number(options_.max_tokens));
     }
-    seqs.push_back(item.seq.get());
+    seqs_.push_back(item.seq.get());
     if (item.n_query != 0) {
-      rows.emplace_back(item.query_row, item.query_row + item.n_query);
+      rows_.emplace_back(item.query_row, item.query_row + item.n_query);
     }
   }
-  std::sort(seqs.begin(), seqs.end());
-  if (std::adjacent_find(seqs.begin(), seqs.end()) != seqs.end()) {
+  std::sort(seqs_.begin(), seqs_.end());
+  if (std::adjacent_find(seqs_.begin(), seqs_.end()) != seqs_.end()) {
     return invalid("a sequence is in two items");
   }
-  std::sort(rows.begin(), rows.end());
-  for (size_t i = 1; i < rows.size(); ++i) {
-    if (rows[i].first < rows[i - 1].second) {
-      return invalid("query row " + number(rows[i].first) + " is in two items");
+  std::sort(rows_.begin(), rows_.end());
+  for (size_t i = 1; i < rows_.size(); ++i) {
+    if (rows_[i].first < rows_[i - 1].second) {
+      return invalid("query row " + number(rows_[i].first) + " is in two items");
     }
   }
   return Status::ok();
@@ -293,40 +302,56 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
                   "the stream is being captured; update before the graph is launched");
   }
   KVM_TRY(check_items(items));
-  std::vector<DeviceStore::Growth> growths;
-  std::vector<uint64_t> lengths_before;
+  growths_.clear();
   for (const BatchItem& item : items) {
-    lengths_before.push_back(item.seq == nullptr ? 0 : item.seq->n_tokens);
     if (item.seq != nullptr) {
-      growths.push_back({item.seq.get(), item.n_append, item.n_query});
+      growths_.push_back({item.seq.get(), item.n_append, item.n_query});
     }
   }
-  KVM_TRY(store_->begin_growth(growths, stream));
+  KVM_TRY(store_->begin_growth(growths_, stream));
   current_ = false;
   // Also where there is no memory for what the plan is made in.
   Undo undoing([this] { undo_update(); });
-  KVM_TRY(enqueue_update(items, lengths_before, stream));
+  KVM_TRY(enqueue_update(items, stream));
   undoing.dismiss();
   store_->finish_growth();
   append_rows_ = query_rows_ = 0;
   for (size_t i = 0; i < places_.size(); ++i) {
-    const BatchItem item = i < items.size() ? items[i] : BatchItem{};
-    places_[i].seq = item.seq;
-    places_[i].version = item.seq == nullptr ? 0 : item.seq->version;
-    places_[i].n_blocks = item.seq == nullptr ? 0 : div_up(item.seq->n_tokens, kPageTokens);
+    Place& place = places_[i];
+    if (i >= items.size() || items[i].seq == nullptr) {
+      place = {};
+      continue;
+    }
+    const BatchItem& item = items[i];
+    if (place.seq != item.seq) {
+      place.seq = item.seq;
+    }
+    place.version = item.seq->version;
+    item.seq->noted_by = this;
+    item.seq->changed_from = UINT64_MAX;
     append_rows_ = std::max(append_rows_, item.n_append == 0 ? 0 : item.append_row + item.n_append);
     query_rows_ = std::max(query_rows_, item.n_query == 0 ? 0 : item.query_row + item.n_query);
   }
+  n_changes_ = store_->n_changes();
   current_ = true;
   return Status::ok();
+}
+
+// The device may have anything now.
+void Batch::forget_device() {
+  std::fill(places_.begin(), places_.end(), Place{});
+  for (Kind& kind : kinds_) {
+    kind.merges_written = kind.merge_capacity;
+    kind.tokens_written = kind.token_capacity;
+  }
+  heads_written_ = false;
 }
 
 void Batch::undo_update() {
   // The ring and the pages are free again only when what was enqueued of it is done.
   (void)store_->driver().synchronize_device();
   store_->undo_growth();
-  // The table may hold anything now.
-  std::fill(places_.begin(), places_.end(), Place{});
+  forget_device();
 }
 
 Result<Batch::Slot*> Batch::next_slot() {
@@ -340,25 +365,40 @@ Result<Batch::Slot*> Batch::next_slot() {
   return slot;
 }
 
-Status Batch::send(const Slot& slot, uint64_t at, uint64_t size_bytes, Stream stream) {
-  return size_bytes == 0 ? Status::ok()
-                         : store_->driver().copy(device_ + at, slot.data + at, size_bytes, stream);
+Status Batch::send(const Slot& slot, const Message& message, Stream stream) {
+  if (message.n_runs() == 0) {
+    return Status::ok();
+  }
+  Driver& driver = store_->driver();
+  uint8_t* const to = device_ + message_at_;
+  KVM_TRY(driver.copy(to + message.begin(), message.data() + message.begin(),
+                      message.end() - message.begin(), stream));
+  ScatterParams params;
+  params.to = reinterpret_cast<uint32_t*>(device_);
+  params.words = reinterpret_cast<const uint32_t*>(to + message.words_begin());
+  params.runs = reinterpret_cast<const WordRun*>(to + message.begin());
+  params.n_runs = message.n_runs();
+  KVM_TRY(driver.scatter(params, stream));
+  ++n_launches_;
+  return driver.record(slot.event.get(), stream);
 }
 
-Status Batch::enqueue_update(std::span<const BatchItem> items,
-                             std::span<const uint64_t> lengths_before, Stream stream) {
-  KVM_TRY_ASSIGN(Slot* const slot, next_slot());
+Status Batch::enqueue_update(std::span<const BatchItem> items, Stream stream) {
+  KVM_TRY_ASSIGN(Slot * slot, next_slot());
+  Message message = message_in(*slot);
   for (Kind& kind : kinds_) {
-    KVM_TRY(plan_kind(&kind, items, slot, stream));
+    KVM_TRY(plan_kind(&kind, items, &message));
+    add_tokens(&kind, items, &message);
   }
-  KVM_TRY(send_trees(items, slot, stream));
-  KVM_TRY(patch_table(items, lengths_before, slot, stream));
-  return Status::ok();
+  add_heads(&message);
+  add_trees(items, &message);
+  KVM_TRY(add_table(items, &slot, &message, stream));
+  return send(*slot, message, stream);
 }
 
 // A request for each item and class, or for each row where a window or a policy moves with it.
-void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items,
-                          std::vector<Request>* out) const {
+void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items) {
+  requests_.clear();
   for (uint32_t i = 0; i < items.size(); ++i) {
     const BatchItem& item = items[i];
     if (item.n_query == 0) {
@@ -369,7 +409,7 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items,
     for (uint32_t c = 0; c < kind.classes.size(); ++c) {
       const ClassLayout& of = kind.classes[c];
       Request request;
-      request.table = (uint64_t{c} * options_.max_items + i) * max_pages_;
+      request.table = (uint64_t{of.list} * options_.max_items + i) * max_pages_;
       request.page_class = c;
       if (options_.log_weight_stride_item != 0 || options_.log_weight_stride_head != 0) {
         request.log_weights = static_cast<int64_t>(i * options_.log_weight_stride_item);
@@ -384,7 +424,7 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items,
         if (!item.tree.empty()) {
           request.tree_first = request.tree_list = static_cast<uint32_t>(tree_begin);
         }
-        out->push_back(request);
+        requests_.push_back(request);
         continue;
       }
       for (uint32_t row = 0; row < item.n_query; ++row) {
@@ -410,130 +450,134 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items,
           request.tree_first = static_cast<uint32_t>(std::clamp(tree_begin, low, sinks_end) - low +
                                                      std::clamp(tree_begin, second, end) - second);
         }
-        out->push_back(request);
+        requests_.push_back(request);
       }
     }
   }
 }
 
-Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Slot* slot, Stream stream) {
-  std::vector<Request> requests;
-  list_requests(*kind, items, &requests);
+Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* message) {
+  list_requests(*kind, items);
   attention::gpu::PlanOptions options;
   options.blocks = blocks_;
   options.block_rows = kernel_.block_rows;
   options.group = kind->group;
   options.fixed_tokens = options_.reproducible ? kFixedTokens : 0;
-  // A reproducible plan has as many blocks as it likes; the others are told how many.
-  const DecodePlan plan = plan_decode(requests, kind->page_classes, kind->heads, options);
-  if (plan.n_blocks > blocks_ || plan.work.size() + blocks_ - plan.n_blocks > kind->work_capacity ||
-      plan.merges.size() > kind->merge_capacity || plan.n_slots > kind->slot_capacity) {
-    return Status(KVM_ERR_INTERNAL, "a plan of " + number(plan.n_blocks) + " blocks, " +
-                                        number(plan.work.size()) + " pieces, " +
-                                        number(plan.merges.size()) + " merges and " +
+  Work* const work = message->next<Work>();
+  const PlanCounts plan = plan_decode(requests_, kind->page_classes, kind->heads, options, blocks_,
+                                      {work, kind->work_capacity}, &merges_);
+  if (plan.n_work > kind->work_capacity || merges_.size() > kind->merge_capacity ||
+      plan.n_slots > kind->slot_capacity) {
+    return Status(KVM_ERR_INTERNAL, "a plan of " + number(plan.n_work) + " pieces, " +
+                                        number(merges_.size()) + " merges and " +
                                         number(plan.n_slots) + " partial states does not fit");
   }
-  // First pieces of all blocks that a captured launch has, those without work with no query.
-  Work* const work = reinterpret_cast<Work*>(slot->data + kind->work_at);
-  const uint32_t shift = blocks_ - plan.n_blocks;
+  // A captured launch has all blocks: those without work get a piece of no query.
   Work idle;
   idle.request.n_query = 0;
-  std::fill(work, work + blocks_, idle);
-  for (uint32_t i = 0; i < plan.work.size(); ++i) {
-    Work& to = work[i < plan.n_blocks ? i : i + shift];
-    to = plan.work[i];
-    to.next += to.next != 0 ? shift : 0;
-  }
-  Merge* const merges = reinterpret_cast<Merge*>(slot->data + kind->merges_at);
+  std::fill(work + plan.n_blocks, work + blocks_, idle);
+  message->end(kind->work_at, work + plan.n_work);
+  // Likewise merges.
+  const auto n_merges = static_cast<uint32_t>(merges_.size());
   Merge no_merge;
   no_merge.n_query = 0;
-  std::copy(plan.merges.begin(), plan.merges.end(), merges);
-  std::fill(merges + plan.merges.size(), merges + kind->merge_capacity, no_merge);
-  auto* const tokens = reinterpret_cast<AppendToken*>(slot->data + kind->tokens_at);
-  uint32_t n_tokens = 0;
+  merges_.resize(std::max(n_merges, kind->merges_written), no_merge);
+  std::copy(merges_.begin(), merges_.end(), message->add<Merge>(kind->merges_at, merges_.size()));
+  kind->n_blocks = plan.n_blocks;
+  kind->n_merges = kind->merges_written = n_merges;
+  return Status::ok();
+}
+
+// And tokens to append.
+void Batch::add_tokens(Kind* kind, std::span<const BatchItem> items, Message* message) {
+  AppendToken* const tokens = message->next<AppendToken>();
+  uint32_t n = 0;
   for (uint32_t i = 0; i < items.size(); ++i) {
-    for (uint32_t t = 0; t < items[i].n_append; ++t) {
-      const uint64_t position = items[i].seq->n_tokens - items[i].n_append + t;
+    const BatchItem& item = items[i];
+    for (uint32_t t = 0; t < item.n_append; ++t) {
+      const uint64_t position = item.seq->n_tokens - item.n_append + t;
       for (uint32_t c = 0; c < kind->classes.size(); ++c) {
-        const uint64_t table = (uint64_t{c} * options_.max_items + i) * max_pages_;
-        tokens[n_tokens++] = {static_cast<uint32_t>(table + position / kPageTokens),
-                              static_cast<uint32_t>(position % kPageTokens),
-                              items[i].append_row + t, c};
+        const uint64_t table =
+            (uint64_t{kind->classes[c].list} * options_.max_items + i) * max_pages_;
+        tokens[n++] = {static_cast<uint32_t>(table + position / kPageTokens),
+                       static_cast<uint32_t>(position % kPageTokens), item.append_row + t, c};
       }
     }
   }
-  std::fill(tokens + n_tokens, tokens + kind->token_capacity,
-            AppendToken{attention::gpu::kNoToken, 0, 0, 0});
-  kind->n_blocks = plan.n_blocks;
-  kind->n_merges = static_cast<uint32_t>(plan.merges.size());
-  kind->n_tokens = n_tokens;
-  KVM_TRY(send(*slot, kind->work_at, (plan.work.size() + shift) * sizeof(Work), stream));
-  KVM_TRY(send(*slot, kind->merges_at, kind->merge_capacity * sizeof(Merge), stream));
-  KVM_TRY(send(*slot, kind->tokens_at, kind->token_capacity * sizeof(AppendToken), stream));
-  return send(*slot, kind->heads_at, kind->heads.size() * sizeof(uint16_t), stream);
-}
-
-Status Batch::send_trees(std::span<const BatchItem> items, Slot* slot, Stream stream) {
-  auto* const words = reinterpret_cast<uint64_t*>(slot->data + tree_at_);
-  uint64_t n_words = 0;
-  for (const BatchItem& item : items) {
-    std::copy(item.tree.begin(), item.tree.end(), words + item.query_row);
-    n_words = std::max(n_words, item.tree.empty() ? 0 : item.query_row + item.tree.size());
+  if (n < kind->tokens_written) {
+    std::fill(tokens + n, tokens + kind->tokens_written,
+              AppendToken{attention::gpu::kNoToken, 0, 0, 0});
   }
-  return send(*slot, tree_at_, n_words * sizeof(uint64_t), stream);
+  message->end(kind->tokens_at, tokens + std::max(n, kind->tokens_written));
+  kind->n_tokens = kind->tokens_written = n;
 }
 
-// Entries that differ from what the device's table has.
-Status Batch::patch_table(std::span<const BatchItem> items,
-                          std::span<const uint64_t> lengths_before, Slot* slot, Stream stream) {
-  Driver& driver = store_->driver();
-  uint32_t n_patches = 0;
-  const auto flush = [&]() -> Status {
-    PatchParams params;
-    params.page_table = reinterpret_cast<uint32_t*>(device_ + table_at_);
-    params.patches = reinterpret_cast<const Patch*>(device_ + patches_at_);
-    params.n_patches = n_patches;
-    if (n_patches != 0) {
-      KVM_TRY(send(*slot, patches_at_, n_patches * sizeof(Patch), stream));
-      KVM_TRY(driver.patch(params, stream));
-      ++n_launches_;
+void Batch::add_heads(Message* message) {
+  for (const Kind& kind : kinds_) {
+    if (!heads_written_) {
+      const uint64_t n = round_up(kind.heads.size(), 2);
+      std::copy(kind.heads.begin(), kind.heads.end(), message->add<uint16_t>(kind.heads_at, n));
     }
-    n_patches = 0;
-    return driver.record(slot->event.get(), stream);
-  };
+  }
+  heads_written_ = true;
+}
+
+void Batch::add_trees(std::span<const BatchItem> items, Message* message) {
+  for (const BatchItem& item : items) {
+    if (!item.tree.empty()) {
+      std::copy(
+          item.tree.begin(), item.tree.end(),
+          message->add<uint64_t>(tree_at_ + item.query_row * sizeof(uint64_t), item.tree.size()));
+    }
+  }
+}
+
+// Entries of the page table that differ from what the device's has. Where they are more than the
+// message has room for it is sent, and another one begun.
+Status Batch::add_table(std::span<const BatchItem> items, Slot** slot, Message* message,
+                        Stream stream) {
   for (uint32_t i = 0; i < items.size(); ++i) {
     const DeviceSequence* const seq = items[i].seq.get();
     if (seq == nullptr) {
       continue;
     }
-    const Place& place = places_[i];
-    const bool known = place.seq.get() == seq && place.version == seq->version;
-    // The page that was the last before this update may have been copied.
-    const uint64_t begin = known ? std::min(place.n_blocks, lengths_before[i] / kPageTokens) : 0;
+    const bool is_known = places_[i].seq.get() == seq && seq->noted_by == this;
     for (uint32_t list = 0; list < seq->lists.size(); ++list) {
       const std::vector<tiers::PageRef>& pages = seq->lists[list].pages;
       const uint64_t row = (uint64_t{list} * options_.max_items + i) * max_pages_;
-      for (uint64_t block = begin; block < pages.size(); ++block) {
+      for (uint64_t block = is_known ? seq->changed_from : 0; block < pages.size();) {
         if (pages[block] == tiers::kNoPage) {
-          continue;  // dropped: nothing refers to it
+          ++block;  // dropped: nothing refers to it
+          continue;
         }
-        if (n_patches == kPatchesAtOnce) {
-          KVM_TRY(flush());
-          KVM_TRY_ASSIGN(slot, next_slot());
+        uint64_t end = block + 1;
+        while (end < pages.size() && end - block < attention::gpu::kMaxRunWords &&
+               pages[end] != tiers::kNoPage) {
+          ++end;
         }
-        reinterpret_cast<Patch*>(slot->data + patches_at_)[n_patches++] = {
-            static_cast<uint32_t>(row + block), pages[block]};
+        if (!message->has_room<uint32_t>(end - block)) {
+          KVM_TRY(send(**slot, *message, stream));
+          KVM_TRY_ASSIGN(*slot, next_slot());
+          *message = message_in(**slot);
+        }
+        std::copy(
+            pages.data() + block, pages.data() + end,
+            message->add<uint32_t>(table_at_ + (row + block) * sizeof(uint32_t), end - block));
+        block = end;
       }
     }
   }
-  return flush();
+  return Status::ok();
 }
 
 // --- Launches -----------------------------------------------------------------------------------
 
-Status Batch::check_current() const {
+Status Batch::check_current() {
   if (!current_) {
     return invalid("the batch has had no update, or the last one failed");
+  }
+  if (n_changes_ == store_->n_changes()) {
+    return Status::ok();
   }
   for (size_t i = 0; i < places_.size(); ++i) {
     if (places_[i].seq != nullptr && places_[i].seq->version != places_[i].version) {
@@ -541,6 +585,7 @@ Status Batch::check_current() const {
                      " has changed since the batch's last update");
     }
   }
+  n_changes_ = store_->n_changes();
   return Status::ok();
 }
 
@@ -570,20 +615,20 @@ Status Batch::check_tensor(const char* name, const DeviceTensor& tensor, uint64_
   return Status::ok();
 }
 
-attention::gpu::PagePool Batch::pool_of(const Kind& kind) const {
+attention::gpu::PagePool Batch::pool_of(const Kind& kind, uint32_t layer) const {
   attention::gpu::PagePool pool;
   for (uint32_t slab = 0; slab < store_->pool().n_slabs(); ++slab) {
     pool.segments[slab] = store_->pool().base(slab);
   }
   std::copy(kind.page_classes.begin(), kind.page_classes.end(), pool.classes);
+  const std::vector<ClassLayout>& classes = space_->storage(layer).classes;
+  for (size_t c = 0; c < classes.size(); ++c) {
+    pool.classes[c].layer_offset_bytes =
+        static_cast<uint32_t>(classes[c].part * space_->lists[classes[c].list].part_bytes);
+  }
   pool.heads = reinterpret_cast<const uint16_t*>(device_ + kind.heads_at);
   pool.page_tokens = attention::gpu::make_divider(kPageTokens);
   return pool;
-}
-
-const uint32_t* Batch::table_of(uint32_t layer) const {
-  return reinterpret_cast<const uint32_t*>(device_ + table_at_) +
-         space_->storage(layer).first_list * uint64_t{options_.max_items} * max_pages_;
 }
 
 Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream) {
@@ -603,8 +648,8 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   }
   const Kind& kind = kinds_[kind_of_layer_[layer]];
   AppendParams params;
-  params.pool = pool_of(kind);
-  params.page_table = table_of(layer);
+  params.pool = pool_of(kind, layer);
+  params.page_table = table();
   params.k = k.data;
   params.v = v.data;
   params.stride_token = static_cast<int64_t>(row);
@@ -680,9 +725,9 @@ Status Batch::resolve_tensors(const AttendCall& call, uint64_t n_rows,
 DecodeParams Batch::decode_params(const AttendCall& call, const Kind& kind,
                                   const attention::gpu::AttendTensors& tensors) const {
   DecodeParams params;
-  params.pool = pool_of(kind);
+  params.pool = pool_of(kind, call.layer);
   params.tensors = tensors;
-  params.page_table = table_of(call.layer);
+  params.page_table = table();
   params.log_weights = reinterpret_cast<const float*>(call.log_weights.data);
   params.work = reinterpret_cast<const Work*>(device_ + kind.work_at);
   params.partial_o = reinterpret_cast<float*>(device_ + partial_o_at_);

@@ -4,11 +4,15 @@
 // to date in stream order; append and attend are launches with fixed parameters, so that a graph
 // that holds them serves every later step.
 //
-// Device memory:  table [list][item][max_pages], and for each kind of layer: work, merges, tokens
-//                 to append, kv heads; tree masks [query row]; partial states; patches of the
-//                 table.
-// Host memory:    kRing page-locked copies of what an update writes, each with an event. Updates
-//                 wait for the oldest only when all are under way.
+// Device memory:  table [list][item][max_pages], of which a list is of many layers (ListLayout);
+//                 for each kind of layer: work, merges, tokens to append, kv heads; tree masks [query
+//                 row]; partial states; a message.
+// Host memory:    kRing page-locked messages (message.h), each with an event. Updates wait for the
+//                 oldest only when all are under way.
+//
+// An update enqueues one copy and one kernel, whatever it changes: a message of what differs from
+// what the device has. What it costs the host goes by sequences, not by layers: page tables and
+// plans are those of lists and kinds.
 //
 // A kind is what layers have in common that share a plan: which heads keep what, the window, the
 // group. Requests are per item where all its rows see the same but for causality, else per row.
@@ -20,12 +24,14 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "attention/cuda/plan.h"
 #include "base/dtype.h"
 #include "base/status.h"
 #include "device/device_store.h"
+#include "device/message.h"
 
 namespace kvm::device {
 
@@ -105,16 +111,16 @@ class Batch {
     uint32_t slot_capacity = 0;
     uint32_t token_capacity = 0;
     uint32_t merge_rows = 0;
-    // Offsets in device memory; the first three in a ring slot as well.
-    uint64_t work_at = 0, merges_at = 0, tokens_at = 0, heads_at = 0;
+    uint64_t work_at = 0, merges_at = 0, tokens_at = 0, heads_at = 0;  // in device memory
     // Counts of the last update.
     uint32_t n_blocks = 0, n_merges = 0, n_tokens = 0;
+    // What the device has: merges and tokens up to here may be others than idle ones.
+    uint32_t merges_written = 0, tokens_written = 0;
   };
   // A Place is what the table says of an item.
   struct Place {
     std::shared_ptr<DeviceSequence> seq;
     uint64_t version = 0;
-    uint64_t n_blocks = 0;  // that the table has
   };
   struct Slot {
     EventPtr event;  // null: never used
@@ -130,20 +136,21 @@ class Batch {
   bool per_row(const Kind& kind) const;
   uint32_t max_merge_rows(const Kind& kind) const;
 
-  Status check_items(std::span<const BatchItem> items) const;
-  Status check_current() const;
+  Status check_items(std::span<const BatchItem> items);
+  Status check_current();
+  void forget_device();
   void undo_update();
-  Status enqueue_update(std::span<const BatchItem> items, std::span<const uint64_t> lengths_before,
-                        Stream stream);
-  Status plan_kind(Kind* kind, std::span<const BatchItem> items, Slot* slot, Stream stream);
-  void list_requests(const Kind& kind, std::span<const BatchItem> items,
-                     std::vector<attention::gpu::Request>* out) const;
-  Status send_trees(std::span<const BatchItem> items, Slot* slot, Stream stream);
-  Status patch_table(std::span<const BatchItem> items, std::span<const uint64_t> lengths_before,
-                     Slot* slot, Stream stream);
+  Status enqueue_update(std::span<const BatchItem> items, Stream stream);
+  Status plan_kind(Kind* kind, std::span<const BatchItem> items, Message* message);
+  void list_requests(const Kind& kind, std::span<const BatchItem> items);
+  void add_tokens(Kind* kind, std::span<const BatchItem> items, Message* message);
+  void add_heads(Message* message);
+  void add_trees(std::span<const BatchItem> items, Message* message);
+  Status add_table(std::span<const BatchItem> items, Slot** slot, Message* message, Stream stream);
   Result<Slot*> next_slot();
-  Status send(const Slot& slot, uint64_t at, uint64_t size_bytes, Stream stream);
-  attention::gpu::PagePool pool_of(const Kind& kind) const;
+  Message message_in(const Slot& slot) const { return {slot.data, max_runs_, max_words_}; }
+  Status send(const Slot& slot, const Message& message, Stream stream);
+  attention::gpu::PagePool pool_of(const Kind& kind, uint32_t layer) const;
   Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows,
                       uint64_t n_heads, uint64_t dim, uint64_t alignment, uint64_t* stride_row,
                       uint64_t* stride_head) const;
@@ -155,7 +162,7 @@ class Batch {
                                              const attention::gpu::AttendTensors& tensors) const;
   attention::gpu::MergeParams merge_params(const Kind& kind,
                                            const attention::gpu::AttendTensors& tensors) const;
-  const uint32_t* table_of(uint32_t layer) const;
+  const uint32_t* table() const { return reinterpret_cast<const uint32_t*>(device_ + table_at_); }
 
   DeviceStore* const store_;
   const std::shared_ptr<const SpaceLayout> space_;
@@ -165,8 +172,9 @@ class Batch {
   attention::gpu::DecodeKernel kernel_;
   std::vector<Kind> kinds_;
   std::vector<uint32_t> kind_of_layer_;
-  uint64_t tree_at_ = 0, patches_at_ = 0, table_at_ = 0, partial_o_at_ = 0, partial_lse_at_ = 0;
-  uint64_t slot_bytes_ = 0;  // of a ring slot: what an update writes, patches last
+  uint64_t tree_at_ = 0, message_at_ = 0, table_at_ = 0, partial_o_at_ = 0, partial_lse_at_ = 0;
+  uint32_t max_runs_ = 0, max_words_ = 0;  // of a message
+  uint64_t slot_bytes_ = 0;                // of a ring slot: a message
   uint64_t device_bytes_ = 0;
   uint8_t* device_ = nullptr;
   uint8_t* host_ = nullptr;  // the ring
@@ -174,6 +182,14 @@ class Batch {
   uint32_t next_ = 0;
 
   std::vector<Place> places_;
+  bool heads_written_ = false;
+  uint64_t n_changes_ = 0;  // of the store, when places_ were last compared with their sequences
+  // Of one update, kept for the next.
+  std::vector<DeviceStore::Growth> growths_;
+  std::vector<attention::gpu::Request> requests_;
+  std::vector<attention::gpu::Merge> merges_;
+  std::vector<const DeviceSequence*> seqs_;
+  std::vector<std::pair<uint32_t, uint32_t>> rows_;
   bool current_ = false;      // there has been an update, and the last one did not stop half-way
   uint32_t append_rows_ = 0;  // of the last update: rows of tensors that it refers to
   uint32_t query_rows_ = 0;

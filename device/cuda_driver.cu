@@ -255,9 +255,9 @@ class CudaDriver final : public Driver {
     const Launching current(context_);
     return check("append kernel", launch_append(stored, params, n_tokens, runtime(stream)));
   }
-  Status patch(const PatchParams& params, Stream stream) override {
+  Status scatter(const ScatterParams& params, Stream stream) override {
     const Launching current(context_);
-    return check("patch kernel", launch_patch(params, runtime(stream)));
+    return check("scatter kernel", launch_scatter(params, runtime(stream)));
   }
   Status move(const MoveParams& params, Stream stream) override {
     const Launching current(context_);

@@ -23,27 +23,35 @@ constexpr uint64_t kLongPiece = uint64_t{64} << 10;
 
 std::string number(uint64_t n) { return std::to_string(n); }
 
-uint64_t first_droppable(const ClassLayout& of) { return round_up(of.n_sinks, kPageTokens); }
-
-// The class that a list belongs to.
-const ClassLayout& class_of(const SpaceLayout& space, uint32_t list) {
-  for (const LayerLayout& layer : space.layers) {
-    if (!layer.classes.empty() && list >= layer.first_list &&
-        list < layer.first_list + layer.classes.size()) {
-      return layer.classes[list - layer.first_list];
+// The list for a class of a layer, made if there is none.
+uint32_t list_of(const ClassLayout& of, SpaceLayout* space) {
+  const auto n_heads = static_cast<uint32_t>(of.kv_heads.size());
+  for (uint32_t i = 0; i < space->lists.size(); ++i) {
+    const ListLayout& list = space->lists[i];
+    if (list.n_heads == n_heads && list.n_sinks == of.n_sinks && list.n_recent == of.n_recent &&
+        list.slack == of.slack) {
+      return i;
     }
   }
-  KVM_ASSERT(false);
-  return space.layers[0].classes[0];
+  ListLayout list;
+  list.n_heads = n_heads;
+  list.n_sinks = of.n_sinks;
+  list.n_recent = of.n_recent;
+  list.slack = of.slack;
+  list.part_bytes = space->slab_class(n_heads).page_bytes();
+  space->lists.push_back(list);
+  return static_cast<uint32_t>(space->lists.size() - 1);
 }
 
 }  // namespace
 
-tiers::SlabClass SpaceLayout::slab_class(const ClassLayout& of) const {
+uint64_t ListLayout::first_droppable() const { return round_up(n_sinks, kPageTokens); }
+
+tiers::SlabClass SpaceLayout::slab_class(uint32_t n_heads) const {
   tiers::SlabClass slab_class;
   slab_class.codec_k = slab_class.codec_v = codec;
   slab_class.dim_k = slab_class.dim_v = static_cast<uint16_t>(dim);
-  slab_class.n_heads = static_cast<uint16_t>(of.kv_heads.size());
+  slab_class.n_heads = static_cast<uint16_t>(n_heads);
   return slab_class;
 }
 
@@ -109,11 +117,18 @@ Result<EventPtr> DeviceStore::new_event() {
 Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layout) {
   auto space = std::make_shared<SpaceLayout>(std::move(layout));
   for (LayerLayout& layer : space->layers) {
-    layer.first_list = space->n_lists;
-    space->n_lists += static_cast<uint32_t>(layer.classes.size());
     for (ClassLayout& of : layer.classes) {
-      KVM_TRY_ASSIGN(of.slab, pool_->open_slab(space->slab_class(of)));
+      of.list = list_of(of, space.get());
+      of.part = space->lists[of.list].n_parts++;
     }
+  }
+  for (ListLayout& list : space->lists) {
+    if (list.n_parts * list.part_bytes > UINT32_MAX) {
+      return Status(KVM_ERR_UNSUPPORTED, "64 tokens of " + number(list.n_parts) + " layers take " +
+                                             number(list.n_parts * list.part_bytes) +
+                                             " bytes; allowed are " + number(UINT32_MAX));
+    }
+    KVM_TRY_ASSIGN(list.slab, pool_->open_slab(space->slab_class(list.n_heads), list.n_parts));
   }
   return std::shared_ptr<const SpaceLayout>(std::move(space));
 }
@@ -122,9 +137,9 @@ Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layo
 
 std::shared_ptr<DeviceSequence> DeviceStore::create(std::shared_ptr<const SpaceLayout> space) {
   auto seq = std::make_shared<DeviceSequence>();
-  seq->lists.resize(space->n_lists);
-  for (uint32_t list = 0; list < space->n_lists; ++list) {
-    seq->lists[list].kept_from = first_droppable(class_of(*space, list));
+  seq->lists.resize(space->lists.size());
+  for (uint32_t list = 0; list < space->lists.size(); ++list) {
+    seq->lists[list].kept_from = space->lists[list].first_droppable();
   }
   seq->space = std::move(space);
   return seq;
@@ -133,13 +148,13 @@ std::shared_ptr<DeviceSequence> DeviceStore::create(std::shared_ptr<const SpaceL
 Status DeviceStore::check_visible(const DeviceSequence& seq, uint64_t n_tokens,
                                   uint64_t n_left) const {
   for (uint32_t list = 0; list < seq.lists.size(); ++list) {
-    const ClassLayout& of = class_of(*seq.space, list);
+    const ListLayout& of = seq.space->lists[list];
     const uint64_t kept_from = seq.lists[list].kept_from;
-    if (n_left <= first_droppable(of)) {
+    if (n_left <= of.first_droppable()) {
       continue;  // of these none is dropped
     }
     const uint64_t window_begin = n_tokens + 1 > of.n_recent ? n_tokens + 1 - of.n_recent : 0;
-    if (of.n_recent != 0 && kept_from > first_droppable(of) &&
+    if (of.n_recent != 0 && kept_from > of.first_droppable() &&
         std::max(window_begin, of.n_sinks) < kept_from) {
       return Status(KVM_ERR_PARTIAL, "queries at " + number(n_tokens) + " would see tokens from " +
                                          number(window_begin) + "; a policy has dropped those to " +
@@ -164,6 +179,7 @@ Result<std::shared_ptr<DeviceSequence>> DeviceStore::fork(const DeviceSequence& 
   auto child = std::make_shared<DeviceSequence>(parent);
   child->n_tokens = n_tokens;
   child->version = 0;
+  child->noted_by = nullptr;
   for (DevicePageList& list : child->lists) {
     list.pages.resize(div_up(n_tokens, kPageTokens));
     for (const PageRef page : list.pages) {
@@ -193,14 +209,19 @@ Status DeviceStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
   }
   seq->n_tokens = n_tokens;
   forget_dropped(seq);
-  ++seq->version;
+  mark_changed(seq);
   return Status::ok();
+}
+
+void DeviceStore::mark_changed(DeviceSequence* seq) {
+  ++seq->version;
+  ++n_changes_;
 }
 
 // The dropped tokens lay behind the end: those that come there are others.
 void DeviceStore::forget_dropped(DeviceSequence* seq) const {
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
-    const uint64_t first = first_droppable(class_of(*seq->space, list));
+    const uint64_t first = seq->space->lists[list].first_droppable();
     if (seq->n_tokens <= first) {
       seq->lists[list].kept_from = first;
     }
@@ -218,7 +239,7 @@ void DeviceStore::clear(DeviceSequence* seq) {
     give_back_chunks(seq, seq->left);
   }
   seq->n_tokens = 0;
-  ++seq->version;
+  mark_changed(seq);
 }
 
 void DeviceStore::release(const DeviceSequence& seq, PageRef page) {
@@ -254,8 +275,8 @@ DeviceStore::Usage DeviceStore::usage(const DeviceSequence& seq) const {
     }
   }
   for (const DeviceSequence::HostPage& place : seq.host_pages) {
-    ++usage.n_pages;
-    usage.host_bytes += pool_->slab_page_bytes(place.slab);
+    usage.n_pages += place.part == 0 ? 1 : 0;
+    usage.host_bytes += seq.space->lists[place.list].part_bytes;
   }
   usage.bytes += usage.host_bytes;
   return usage;
@@ -264,7 +285,8 @@ DeviceStore::Usage DeviceStore::usage(const DeviceSequence& seq) const {
 uint64_t DeviceStore::n_dropped(const DeviceSequence& seq) const {
   uint64_t n = 0;
   for (uint32_t list = 0; list < seq.lists.size(); ++list) {
-    n += seq.lists[list].kept_from - first_droppable(class_of(*seq.space, list));
+    const ListLayout& of = seq.space->lists[list];
+    n += (seq.lists[list].kept_from - of.first_droppable()) * of.n_parts;
   }
   return n;
 }
@@ -319,7 +341,7 @@ Status DeviceStore::reserve_pages(const Growth& growth, Stream stream) {
 
 Status DeviceStore::pages_of_list(const Growth& growth, uint32_t list, Stream stream) {
   DeviceSequence* const seq = growth.seq;
-  const uint32_t slab = class_of(*seq->space, list).slab;
+  const uint32_t slab = seq->space->lists[list].slab;
   std::vector<PageRef>& pages = seq->lists[list].pages;
   const uint64_t n = seq->n_tokens;
   const uint64_t n_blocks = div_up(n + growth.n_append, kPageTokens);
@@ -328,6 +350,7 @@ Status DeviceStore::pages_of_list(const Growth& growth, uint32_t list, Stream st
   reserve_growing(changes_, changes_.size() + n_blocks - pages.size() + 1);
   if (n % kPageTokens != 0 && pool_->n_refs(pages.back()) > 1) {
     // A fork ends in the same page.
+    seq->changed_from = std::min<uint64_t>(seq->changed_from, pages.size() - 1);
     KVM_TRY_ASSIGN(const PageRef copy, allocate(slab, stream));
     changes_.push_back(
         {seq, list, static_cast<uint32_t>(pages.size() - 1), std::exchange(pages.back(), copy)});
@@ -336,6 +359,9 @@ Status DeviceStore::pages_of_list(const Growth& growth, uint32_t list, Stream st
     KVM_TRY(driver_->copy(pool_->data(copy), pool_->data(changes_.back().before),
                           pool_->page_bytes(copy), stream));
     ++counters_.n_pages_copied;
+  }
+  if (pages.size() < n_blocks) {
+    seq->changed_from = std::min<uint64_t>(seq->changed_from, pages.size());
   }
   while (pages.size() < n_blocks) {
     KVM_TRY_ASSIGN(const PageRef page, allocate(slab, stream));
@@ -348,7 +374,7 @@ Status DeviceStore::pages_of_list(const Growth& growth, uint32_t list, Stream st
 void DeviceStore::finish_growth() {
   for (const Grown& grown : grown_) {
     drop_unseen(grown.growth, grown.n_before);
-    ++grown.growth.seq->version;
+    mark_changed(grown.growth.seq);
   }
   changes_.clear();
   grown_.clear();
@@ -378,7 +404,7 @@ void DeviceStore::drop_unseen(const Growth& growth, uint64_t n_before) {
   DeviceSequence* const seq = growth.seq;
   const uint64_t n = seq->n_tokens;
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
-    const ClassLayout& of = class_of(*seq->space, list);
+    const ListLayout& of = seq->space->lists[list];
     const uint64_t behind = std::max<uint64_t>({growth.n_query, of.slack + 1, 1});
     const uint64_t first_query = n > behind ? n - behind : 0;
     if (of.n_recent == 0 || first_query + 1 <= of.n_recent) {
@@ -477,6 +503,7 @@ Status DeviceStore::spill(DeviceSequence* seq, Stream stream) {
   // Packed one behind the other; what forks share stays.
   std::vector<DeviceSequence::HostPage> places;
   std::vector<PageRef> pages;
+  std::vector<uint8_t*> parts;
   uint64_t n_chunks = 0, filled = kChunkBytes;
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
     const std::vector<PageRef>& of = seq->lists[list].pages;
@@ -484,21 +511,25 @@ Status DeviceStore::spill(DeviceSequence* seq, Stream stream) {
       if (of[block] == kNoPage || pool_->n_refs(of[block]) > 1) {
         continue;
       }
-      const uint64_t size = pool_->page_bytes(of[block]);
-      if (filled + size > kChunkBytes) {
-        ++n_chunks;
-        filled = 0;
+      const ListLayout& layout = seq->space->lists[list];
+      for (uint32_t part = 0; part < layout.n_parts; ++part) {
+        if (filled + layout.part_bytes > kChunkBytes) {
+          ++n_chunks;
+          filled = 0;
+        }
+        places.push_back({list, block, part, static_cast<uint32_t>(n_chunks - 1),
+                          static_cast<uint32_t>(filled)});
+        parts.push_back(pool_->data(of[block]) + part * layout.part_bytes);
+        filled += layout.part_bytes;
       }
-      places.push_back({list, block, static_cast<uint32_t>(n_chunks - 1),
-                        static_cast<uint32_t>(filled), tiers::page_slab(of[block])});
       pages.push_back(of[block]);
-      filled += size;
     }
   }
   std::vector<uint32_t> chunks;
   KVM_TRY(take_chunks(n_chunks, &chunks));
   EventPtr done;
-  const Status moved = transfer(places, pages, chunks, true, stream, seq->ready, &done);
+  const Status moved =
+      transfer(*seq->space, places, parts, chunks, true, stream, seq->ready, &done);
   if (!moved.is_ok()) {
     for (const uint32_t chunk : chunks) {
       host_->give_back(chunk);
@@ -507,14 +538,14 @@ Status DeviceStore::spill(DeviceSequence* seq, Stream stream) {
   }
   for (const DeviceSequence::HostPage& place : places) {
     seq->lists[place.list].pages[place.block] = kNoPage;
-    counters_.spilled_bytes += pool_->slab_page_bytes(place.slab);
+    counters_.spilled_bytes += seq->space->lists[place.list].part_bytes;
   }
   page_fences_.push_back({done, std::move(pages), {}});
   seq->on_host = true;
   seq->host_pages = std::move(places);
   seq->chunks = std::move(chunks);
   seq->left = std::move(done);
-  ++seq->version;
+  mark_changed(seq);
   ++counters_.n_spilled;
   return Status::ok();
 }
@@ -526,18 +557,24 @@ Status DeviceStore::fetch(DeviceSequence* seq, Stream stream) {
   }
   collect_fences();
   std::vector<PageRef> pages;
+  std::vector<uint8_t*> parts;
   Status status;
   for (const DeviceSequence::HostPage& place : seq->host_pages) {
-    Result<PageRef> page = allocate(place.slab, stream);
-    if (!page.is_ok()) {
-      status = page.status();
-      break;
+    const ListLayout& layout = seq->space->lists[place.list];
+    if (place.part == 0) {
+      Result<PageRef> page = allocate(layout.slab, stream);
+      if (!page.is_ok()) {
+        status = page.status();
+        break;
+      }
+      pages.push_back(page.value());
     }
-    pages.push_back(page.value());
+    parts.push_back(pool_->data(pages.back()) + place.part * layout.part_bytes);
   }
   EventPtr done;
   if (status.is_ok()) {
-    status = transfer(seq->host_pages, pages, seq->chunks, false, stream, seq->left, &done);
+    status =
+        transfer(*seq->space, seq->host_pages, parts, seq->chunks, false, stream, seq->left, &done);
   }
   if (!status.is_ok()) {
     for (const PageRef page : pages) {
@@ -545,21 +582,25 @@ Status DeviceStore::fetch(DeviceSequence* seq, Stream stream) {
     }
     return status;
   }
-  for (size_t i = 0; i < pages.size(); ++i) {
-    const DeviceSequence::HostPage& place = seq->host_pages[i];
-    seq->lists[place.list].pages[place.block] = pages[i];
-    counters_.fetched_bytes += pool_->slab_page_bytes(place.slab);
+  size_t n_pages = 0;
+  for (const DeviceSequence::HostPage& place : seq->host_pages) {
+    if (place.part == 0) {
+      seq->lists[place.list].pages[place.block] = pages[n_pages++];
+      seq->changed_from = std::min<uint64_t>(seq->changed_from, place.block);
+    }
+    counters_.fetched_bytes += seq->space->lists[place.list].part_bytes;
   }
   give_back_chunks(seq, done);
   // Pages that stayed, for forks share them, may still be on their way from an earlier fetch: that
   // copy is on the same stream, before this one.
   seq->ready = std::move(done);
-  ++seq->version;
+  mark_changed(seq);
   return Status::ok();
 }
 
-Status DeviceStore::transfer(std::span<const DeviceSequence::HostPage> places,
-                             std::span<const PageRef> pages, std::span<const uint32_t> chunks,
+Status DeviceStore::transfer(const SpaceLayout& space,
+                             std::span<const DeviceSequence::HostPage> places,
+                             std::span<uint8_t* const> parts, std::span<const uint32_t> chunks,
                              bool to_host, Stream stream, const EventPtr& also, EventPtr* done) {
   const Stream copies = to_host ? to_host_ : to_device_;
   KVM_TRY_ASSIGN(const EventPtr before, new_event());
@@ -574,12 +615,13 @@ Status DeviceStore::transfer(std::span<const DeviceSequence::HostPage> places,
     for (size_t begin = 0; begin < places.size();) {
       size_t end = begin + 1;
       while (end < places.size() && places[end].chunk == places[begin].chunk &&
-             places[end].slab == places[begin].slab &&
+             places[end].list == places[begin].list &&
              end - begin < attention::gpu::kMaxMovedPages) {
         ++end;
       }
       uint8_t* const packed = host_->data(chunks[places[begin].chunk]) + places[begin].offset;
-      KVM_TRY(copy_run(packed, pages.subspan(begin, end - begin), to_host));
+      KVM_TRY(copy_run(packed, parts.subspan(begin, end - begin),
+                       space.lists[places[begin].list].part_bytes, to_host));
       begin = end;
     }
     return driver_->record(done->get(), copies);
@@ -592,40 +634,39 @@ Status DeviceStore::transfer(std::span<const DeviceSequence::HostPage> places,
   return enqueued;
 }
 
-Status DeviceStore::copy_run(uint8_t* packed, std::span<const PageRef> pages, bool to_host) {
-  const uint64_t size = pool_->page_bytes(pages[0]);
+Status DeviceStore::copy_run(uint8_t* packed, std::span<uint8_t* const> parts, uint64_t size,
+                             bool to_host) {
   bool gather = false;
   // Neighbours in one copy.
   std::vector<size_t> begins;
-  for (size_t i = 0; i < pages.size(); ++i) {
-    if (i == 0 || pool_->data(pages[i]) != pool_->data(pages[i - 1]) + size) {
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (i == 0 || parts[i] != parts[i - 1] + size) {
       begins.push_back(i);
     }
   }
-  begins.push_back(pages.size());
+  begins.push_back(parts.size());
   for (size_t i = 0; i + 1 < begins.size(); ++i) {
     gather = gather || (begins[i + 1] - begins[i]) * size < kLongPiece;
   }
   if (gather && begins.size() > 2) {
-    return gather_run(packed, pages, to_host);
+    return gather_run(packed, parts, size, to_host);
   }
   for (size_t i = 0; i + 1 < begins.size(); ++i) {
-    KVM_TRY(copy(pool_->data(pages[begins[i]]), packed + begins[i] * size,
-                 (begins[i + 1] - begins[i]) * size, to_host));
+    KVM_TRY(copy(parts[begins[i]], packed + begins[i] * size, (begins[i + 1] - begins[i]) * size,
+                 to_host));
   }
   return Status::ok();
 }
 
-Status DeviceStore::gather_run(uint8_t* packed, std::span<const PageRef> pages, bool to_host) {
+Status DeviceStore::gather_run(uint8_t* packed, std::span<uint8_t* const> parts,
+                               uint64_t part_bytes, bool to_host) {
   attention::gpu::MoveParams move;
   move.packed = bounce_[to_host ? 0 : 1];
-  move.page_bytes = pool_->page_bytes(pages[0]);
-  move.n_pages = static_cast<uint32_t>(pages.size());
+  move.page_bytes = part_bytes;
+  move.n_pages = static_cast<uint32_t>(parts.size());
   move.pack = to_host;
-  for (size_t i = 0; i < pages.size(); ++i) {
-    move.pages[i] = pool_->data(pages[i]);
-  }
-  const uint64_t size = pages.size() * move.page_bytes;
+  std::copy(parts.begin(), parts.end(), move.pages);
+  const uint64_t size = parts.size() * move.page_bytes;
   if (to_host) {
     KVM_TRY(driver_->move(move, to_host_));
     return copy(move.packed, packed, size, true);

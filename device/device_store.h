@@ -35,9 +35,26 @@ struct ClassLayout {
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
-  uint32_t slab = 0;  // filled in by DeviceStore::prepare
+  // Filled in by DeviceStore::prepare: the list of the class's pages, and which part of each is the
+  // layer's.
+  uint32_t list = 0;
+  uint32_t part = 0;
+};
 
-  bool operator==(const ClassLayout&) const = default;
+// A ListLayout is of pages that several layers share: those that have a class of as many heads that
+// keep the same tokens. A page holds 64 tokens of all of them, a part for each layer, one behind
+// the other (ADR 0031). So what a step does to pages and page tables it does once for all layers.
+struct ListLayout {
+  uint32_t n_heads = 0;
+  uint64_t n_sinks = 0;
+  uint64_t n_recent = 0;
+  uint64_t slack = 0;
+  uint32_t n_parts = 0;
+  uint64_t part_bytes = 0;  // docs/storage.md: a page of one layer
+  uint32_t slab = 0;
+
+  // Tokens before it are never dropped.
+  uint64_t first_droppable() const;
 };
 
 struct LayerLayout {
@@ -47,7 +64,6 @@ struct LayerLayout {
   uint32_t n_kv_heads = 0;
   uint64_t window = 0;               // 0: all
   std::vector<ClassLayout> classes;  // of layers that store keys themselves
-  uint32_t first_list = 0;           // filled in by DeviceStore::prepare
 
   uint32_t group() const { return n_q_heads / n_kv_heads; }
 };
@@ -58,17 +74,17 @@ struct SpaceLayout {
   float scale = 1.0f;
   float softcap = 0.0f;  // of logits; 0: none
   std::vector<LayerLayout> layers;
-  uint32_t n_lists = 0;  // classes of layers that store keys; filled in by DeviceStore::prepare
+  std::vector<ListLayout> lists;  // filled in by DeviceStore::prepare
 
   const LayerLayout& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
-  // How pages of a class lie.
-  tiers::SlabClass slab_class(const ClassLayout& of) const;
+  // How a layer's part of a page lies, with so many heads.
+  tiers::SlabClass slab_class(uint32_t n_heads) const;
 };
 
 // An event of the driver that is used again when nobody holds it.
 using EventPtr = std::shared_ptr<void>;
 
-// A DevicePageList holds the pages of one layer and head class.
+// A DevicePageList holds the pages of one ListLayout.
 struct DevicePageList {
   std::vector<tiers::PageRef> pages;  // [block of 64 positions]; kNoPage: dropped, or on the host
   uint64_t kept_from = 0;             // positions from the sinks' pages up to here are dropped
@@ -81,15 +97,18 @@ struct DeviceSequence {
   uint64_t n_tokens = 0;  // of every layer
   std::vector<DevicePageList> lists;
   uint64_t version = 0;  // changes with everything that a batch must know of
-  EventPtr ready;        // copies into its pages; null: none are under way, or they are waited for
+  // The batch whose page table is right up to the block changed_from, or null.
+  const void* noted_by = nullptr;
+  uint64_t changed_from = 0;
+  EventPtr ready;  // copies into its pages; null: none are under way, or they are waited for
 
   // On the host: where its pages are.
   struct HostPage {
     uint32_t list = 0;
     uint32_t block = 0;
+    uint32_t part = 0;
     uint32_t chunk = 0;  // of `chunks`
     uint32_t offset = 0;
-    uint32_t slab = 0;
   };
   bool on_host = false;
   std::vector<HostPage> host_pages;
@@ -120,7 +139,8 @@ class DeviceStore {
   DeviceStore(const DeviceStore&) = delete;
   DeviceStore& operator=(const DeviceStore&) = delete;
 
-  // Completes a layout: slabs and lists. Fails: LIMIT, NO_SPACE, DEVICE.
+  // Completes a layout: slabs and lists. Fails: LIMIT, NO_SPACE, DEVICE, UNSUPPORTED (pages of 4
+  // GiB and more).
   Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout);
 
   std::shared_ptr<DeviceSequence> create(std::shared_ptr<const SpaceLayout> space);
@@ -163,6 +183,8 @@ class DeviceStore {
   PagePool& pool() { return *pool_; }
   HostChunks& host() { return *host_; }
   const DeviceStoreCounters& counters() const { return counters_; }
+  // Changes with the version of any sequence.
+  uint64_t n_changes() const { return n_changes_; }
   // An event that nobody uses. Fails: DEVICE.
   Result<EventPtr> new_event();
 
@@ -202,14 +224,17 @@ class DeviceStore {
   // Checks that queries at n_tokens and later see only what is there of the first n_left tokens.
   Status check_visible(const DeviceSequence& seq, uint64_t n_tokens, uint64_t n_left) const;
   void forget_dropped(DeviceSequence* seq) const;
+  void mark_changed(DeviceSequence* seq);
   Status not_captured(Stream stream);
   // Enqueues the copies between pages and the places in chunks that belong to them, behind
   // `stream` and behind `also`; *done happens after them.
-  Status transfer(std::span<const DeviceSequence::HostPage> places,
-                  std::span<const tiers::PageRef> pages, std::span<const uint32_t> chunks,
-                  bool to_host, Stream stream, const EventPtr& also, EventPtr* done);
-  Status copy_run(uint8_t* packed, std::span<const tiers::PageRef> pages, bool to_host);
-  Status gather_run(uint8_t* packed, std::span<const tiers::PageRef> pages, bool to_host);
+  Status transfer(const SpaceLayout& space, std::span<const DeviceSequence::HostPage> places,
+                  std::span<uint8_t* const> parts, std::span<const uint32_t> chunks, bool to_host,
+                  Stream stream, const EventPtr& also, EventPtr* done);
+  Status copy_run(uint8_t* packed, std::span<uint8_t* const> parts, uint64_t part_bytes,
+                  bool to_host);
+  Status gather_run(uint8_t* packed, std::span<uint8_t* const> parts, uint64_t part_bytes,
+                    bool to_host);
   Status copy(uint8_t* on_device, uint8_t* on_host, uint64_t size_bytes, bool to_host);
   Status take_chunks(uint64_t n, std::vector<uint32_t>* out);
 
@@ -231,6 +256,7 @@ class DeviceStore {
   };
   std::vector<Grown> grown_;
   DeviceStoreCounters counters_;
+  uint64_t n_changes_ = 0;
 };
 
 }  // namespace kvm::device

@@ -88,7 +88,7 @@ class Driver {
                        Stream stream) = 0;
   virtual Status append(CodecId stored, const attention::gpu::AppendParams& params,
                         uint32_t n_tokens, Stream stream) = 0;
-  virtual Status patch(const attention::gpu::PatchParams& params, Stream stream) = 0;
+  virtual Status scatter(const attention::gpu::ScatterParams& params, Stream stream) = 0;
   virtual Status move(const attention::gpu::MoveParams& params, Stream stream) = 0;
 };
 

@@ -30,9 +30,9 @@ PagePool::~PagePool() {
   }
 }
 
-Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class) {
+Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class, uint32_t n_parts) {
   for (uint32_t i = 0; i < slabs_.size(); ++i) {
-    if (slabs_[i].slab_class == slab_class) {
+    if (slabs_[i].slab_class == slab_class && slabs_[i].n_parts == n_parts) {
       return i;
     }
   }
@@ -42,7 +42,8 @@ Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class) {
   }
   Slab slab;
   slab.slab_class = slab_class;
-  slab.page_bytes = slab_class.page_bytes();
+  slab.n_parts = n_parts;
+  slab.page_bytes = slab_class.page_bytes() * n_parts;
   const uint64_t unit = std::lcm(driver_->facts().granularity_bytes, slab.page_bytes);
   slab.extent_bytes =
       unit * std::max<uint64_t>(1, std::min(kExtentTarget, capacity_bytes_ / 64) / unit);

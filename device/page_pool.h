@@ -38,9 +38,10 @@ class PagePool {
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
-  // The slab for pages of a class, made if there is none. Fails: LIMIT (kMaxSegments slabs),
+  // The slab for pages that hold n_parts pages of a class, one behind the other; made if there is
+  // none. Fails: LIMIT (kMaxSegments slabs),
   // NO_SPACE (a single extent is more than the capacity), DEVICE.
-  Result<uint32_t> open_slab(const tiers::SlabClass& slab_class);
+  Result<uint32_t> open_slab(const tiers::SlabClass& slab_class, uint32_t n_parts = 1);
   uint32_t n_slabs() const { return static_cast<uint32_t>(slabs_.size()); }
   // REQUIRES here and below: the slab is open, the page is allocated.
   uint8_t* base(uint32_t slab) const { return slabs_[slab].base; }
@@ -79,6 +80,7 @@ class PagePool {
   };
   struct Slab {
     tiers::SlabClass slab_class;
+    uint32_t n_parts = 1;
     uint64_t page_bytes = 0;
     uint64_t extent_bytes = 0;
     uint32_t extent_pages = 0;

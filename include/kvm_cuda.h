@@ -59,8 +59,10 @@
  *
  *  - A prompt may be appended in one update, but one queries at most 64 tokens of a sequence: an
  *    engine computes a prompt's attention itself, or in chunks of 64.
- *  - kvm_seq_fork takes longer for longer sequences: 4 bytes and a count on the host for each page
- *    of 64 tokens, in each head class of each layer. It takes no memory of the device.
+ *  - A page holds 64 tokens of all layers whose heads keep the same, a part for each layer one
+ *    behind the other: kvm_seq_info.n_pages and the statistics count such pages.
+ *  - kvm_seq_fork takes longer for longer sequences: 4 bytes and a count on the host for each page.
+ *    It takes no memory of the device.
  *
  * Threads: functions that take a client may be called from any thread, those that take a batch from
  * one at a time; the order of the timeline is the caller's business.
@@ -126,8 +128,9 @@ typedef struct kvm_cuda_batch_params {
 } kvm_cuda_batch_params;
 
 /* Makes a batch: page tables, the plan of a step and partial results, all in device memory of its
- * own, beside pool_bytes. Page tables are most of it: max_items * max_tokens / 16 bytes for each
- * head class of each layer (256 MiB for 32 layers of one class, 1024 items and 131072 tokens).
+ * own, beside pool_bytes. Page tables are max_items * max_tokens / 16 bytes (8 MiB for 1024 items
+ * and 131072 tokens), once for all layers whose heads keep the same: layers of several head
+ * classes, or that keep other tokens or numbers of heads, have further ones.
  * Release it before the client.
  * Fails:   INVALID, NOT_FOUND, STALE, LOST (the space), UNSUPPORTED (more pieces of work, rows or
  *          page-table entries than a launch can have), NO_SPACE (on the device), NO_MEMORY, DEVICE.
@@ -162,9 +165,9 @@ typedef struct kvm_cuda_item {
  * All or nothing: after a failure every sequence is as before and the batch as after its last
  * update; after DEVICE the batch must be updated again before it is used.
  * Waits for the device only where the caller is four updates ahead of it, and where a page is to be
- * taken from a slab of other dimensions. One that changes more than 16384 entries of the page table
- * (there is one for 64 tokens of a layer's head class; a sequence that is new to its place has them
- * all written) counts as several.
+ * taken from a slab of other dimensions. One that changes more than 16384 entries of page tables
+ * (there is one for each page; a sequence that is new to its place has them all written) counts as
+ * several.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
  *          query tokens than the sequence has, bits of a tree beyond n_query), NO_SPACE (of the
  *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),
@@ -235,7 +238,7 @@ typedef struct kvm_cuda_stats {
   uint64_t pool_used_bytes;  /* mapped, for pages or kept for them */
   uint64_t pool_page_bytes;  /* in pages in use */
   uint64_t pool_peak_bytes;
-  uint64_t n_pages;
+  uint64_t n_pages;          /* of all layers, see above */
   uint64_t n_pages_copied;   /* by copy-on-write */
   uint64_t batch_bytes;      /* device memory of batches */
   uint64_t host_bytes;       /* the cap */

@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(kAppendThreads)
   append_thread<kElement>(params);
 }
 
-__global__ void __launch_bounds__(kPatchThreads)
-    patch_kernel(const __grid_constant__ PatchParams params) {
-  patch_thread(params);
+__global__ void __launch_bounds__(kScatterThreads)
+    scatter_kernel(const __grid_constant__ ScatterParams params) {
+  scatter_thread(params);
 }
 
 __global__ void __launch_bounds__(kMoveThreads)
@@ -79,7 +79,7 @@ cudaError_t attend_init() {
   note(load(merge_kernel<64>));
   note(load(merge_kernel<128>));
   note(load(merge_kernel<256>));
-  note(load(patch_kernel));
+  note(load(scatter_kernel));
   note(load(move_kernel));
   return error;
 }
@@ -146,12 +146,11 @@ cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_
   return known ? cudaGetLastError() : cudaErrorInvalidValue;
 }
 
-cudaError_t launch_patch(const PatchParams& params, cudaStream_t stream) {
-  if (params.n_patches == 0) {
+cudaError_t launch_scatter(const ScatterParams& params, cudaStream_t stream) {
+  if (params.n_runs == 0) {
     return cudaSuccess;
   }
-  const uint32_t blocks = (params.n_patches + kPatchThreads - 1) / kPatchThreads;
-  patch_kernel<<<blocks, kPatchThreads, 0, stream>>>(params);
+  scatter_kernel<<<params.n_runs, kScatterThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -38,7 +38,7 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
 // codec: of the pages.
 cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,
                           cudaStream_t stream);
-cudaError_t launch_patch(const PatchParams& params, cudaStream_t stream);
+cudaError_t launch_scatter(const ScatterParams& params, cudaStream_t stream);
 cudaError_t launch_move(const MoveParams& params, cudaStream_t stream);
 
 }  // namespace kvm::attention::gpu

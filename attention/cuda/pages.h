@@ -22,7 +22,7 @@ KVM_GPU uint32_t list_token(const Request& request, uint32_t token) {
 KVM_GPU uint8_t* page_row(const PagePool& pool, const PageClass& of, uint32_t entry, uint32_t row,
                           uint32_t row_bytes) {
   return pool.segments[entry >> kEntrySlotBits] + (entry & kEntrySlotMask) * of.page_bytes +
-         static_cast<uint64_t>(row) * row_bytes;
+         of.layer_offset_bytes + static_cast<uint64_t>(row) * row_bytes;
 }
 
 // A RowPlace says where row `row` of a request lies in the query and output tensors.

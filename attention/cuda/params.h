@@ -6,7 +6,8 @@
 // [head of the class][page token][dim], then a V plane of the same shape; where rows are bytes,
 // then planes of scales in bf16, [head][page token], of K and of V. A page is named by an entry of
 // 32 bits, segment << 22 | slot: segments are what one process has mapped of the device pool, so
-// entries mean the same to every process and addresses need not.
+// entries mean the same to every process and addresses need not. A page may hold several layers,
+// their parts one behind the other: one page table then serves them all.
 //
 // A request attends, with the heads of one class, to tokens of one page list. Heads of a layer that
 // keep different tokens are different requests with the same queries, in one launch: a head that
@@ -60,7 +61,7 @@ struct PageClass {
   uint32_t n_heads = 0;
   uint32_t scales_offset_bytes = 0;    // of rows of bytes: from a page to the scales of K
   uint32_t v_scales_offset_bytes = 0;  // from the scale of a row of K to that of V
-  uint32_t reserved = 0;
+  uint32_t layer_offset_bytes = 0;     // from a page to the part of it that is the layer's
 };
 
 // A PagePool says where pages are. Everything that kernels of one launch have in common.
@@ -213,16 +214,21 @@ struct AppendParams {
   uint32_t dim = 0;                     // a multiple of 8
 };
 
-// A Patch is a word of a page table that changes.
-struct Patch {
-  uint32_t index = 0;
-  uint32_t entry = 0;
+// LIMIT: words of a WordRun, which is a block's work.
+inline constexpr uint32_t kMaxRunWords = 1024;
+
+// A WordRun is words that lie side by side in a message, and where they go.
+struct WordRun {
+  uint64_t to = 0;    // word of ScatterParams::to
+  uint32_t from = 0;  // word of ScatterParams::words
+  uint32_t n_words = 0;
 };
 
-struct PatchParams {
-  uint32_t* page_table = nullptr;
-  const Patch* patches = nullptr;  // no index twice
-  uint32_t n_patches = 0;
+struct ScatterParams {
+  uint32_t* to = nullptr;
+  const uint32_t* words = nullptr;
+  const WordRun* runs = nullptr;  // no word of `to` in two; block b takes run b
+  uint32_t n_runs = 0;
 };
 
 // LIMIT: pages that one launch moves.

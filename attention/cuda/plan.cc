@@ -9,43 +9,22 @@
 namespace kvm::attention::gpu {
 namespace {
 
-// An Item is cut into pieces: one request's tokens for one head and one block of rows.
-struct Item {
-  Work whole;
-  uint32_t rows;
-};
-
-std::vector<Item> list_items(std::span<const Request> requests, std::span<const PageClass> classes,
-                             std::span<const uint16_t> heads, const PlanOptions& options) {
-  std::vector<Item> items;
-  for (const Request& request : requests) {
-    const PageClass& of = classes[request.page_class];
-    const uint32_t rows = request.n_query * options.group;
-    KVM_ASSERT(request.n_query >= 1 && request.n_tokens + 1 >= request.n_query);
-    for (uint32_t head = 0; head < of.n_heads; ++head) {
-      // Blocks of rows of one item stand side by side: the second reads K and V from the cache.
-      for (uint32_t row = 0; row < rows; row += options.block_rows) {
-        Item item;
-        item.whole.request = request;
-        item.whole.head = static_cast<uint16_t>(head);
-        item.whole.kv_head = heads[of.heads_first + head];
-        item.whole.row_first = row;
-        item.whole.end = request.n_tokens;
-        item.rows = std::min(rows - row, options.block_rows);
-        items.push_back(item);
-      }
-    }
-  }
-  return items;
+// Items of one request and one page class are of one length.
+uint32_t items_of(const Request& request, std::span<const PageClass> classes,
+                  const PlanOptions& options) {
+  KVM_ASSERT(request.n_query >= 1 && request.n_tokens + 1 >= request.n_query);
+  const auto row_blocks =
+      static_cast<uint32_t>(div_up(uint64_t{request.n_query} * options.group, options.block_rows));
+  return classes[request.page_class].n_heads * row_blocks;
 }
 
 // A Filler fills blocks one after the other, each up to `load` tokens.
 class Filler {
  public:
   Filler(uint64_t load, const PlanOptions& options)
-      : load_(load), options_(options), room_(static_cast<int64_t>(load)) {}
+      : load_(static_cast<int64_t>(load)), options_(options), room_(load_) {}
 
-  // Calls piece(begin, end, block) for the pieces of `n_tokens` tokens.
+  // Calls piece(begin, end, block) for the pieces of an item of `n_tokens` tokens.
   template <class Piece>
   void fill(uint32_t n_tokens, Piece piece) {
     uint32_t begin = 0;
@@ -63,12 +42,30 @@ class Filler {
       begin += take;
     } while (begin < n_tokens);
   }
+  // The same for n items, without saying where their pieces are.
+  void fill_all(uint32_t n_tokens, uint32_t n) {
+    const bool is_whole = options_.fixed_tokens == 0 || n_tokens <= fixed_piece(n_tokens);
+    const int64_t costs = int64_t{n_tokens} + options_.overhead_tokens;
+    while (n != 0) {
+      // As many as fit whole, at once.
+      if (is_whole && room_ >= costs) {
+        const int64_t fit = std::min<int64_t>(n, room_ / costs);
+        room_ -= fit * costs;
+        used_ = true;
+        n -= static_cast<uint32_t>(fit);
+      }
+      if (n != 0) {
+        fill(n_tokens, [](uint32_t, uint32_t, uint32_t) {});
+        --n;
+      }
+    }
+  }
   uint32_t n_blocks() const { return block_ + 1; }
 
  private:
   void next_block() {
     ++block_;
-    room_ = static_cast<int64_t>(load_);
+    room_ = load_;
     used_ = false;
   }
   uint32_t least_piece() const {
@@ -96,38 +93,61 @@ class Filler {
     return take;
   }
 
-  uint64_t load_;
+  const int64_t load_;
   const PlanOptions& options_;
   int64_t room_;
   uint32_t block_ = 0;
   bool used_ = false;  // the current block has work
 };
 
-uint32_t blocks_needed(std::span<const Item> items, uint64_t load, const PlanOptions& options) {
-  Filler filler(load, options);
-  for (const Item& item : items) {
-    filler.fill(item.whole.end, [](uint32_t, uint32_t, uint32_t) {});
-  }
-  return filler.n_blocks();
-}
+// How much each block gets, and how many blocks that makes.
+struct Load {
+  uint64_t tokens = 0;
+  uint32_t n_blocks = 0;
+};
 
-// The least load for which the blocks suffice.
-uint64_t choose_load(std::span<const Item> items, const PlanOptions& options) {
+// About the least load for which the blocks suffice.
+Load choose_load(std::span<const Request> requests, std::span<const PageClass> classes,
+                 const PlanOptions& options) {
+  // Loads that differ by less are the same: cuts are coarser.
+  constexpr uint64_t kStep = kCutTokens / 4;
+  const auto blocks_for = [&](uint64_t tokens) {
+    Filler filler(tokens, options);
+    for (const Request& request : requests) {
+      filler.fill_all(request.n_tokens, items_of(request, classes, options));
+      if (filler.n_blocks() > options.blocks) {
+        break;
+      }
+    }
+    return filler.n_blocks();
+  };
   uint64_t total = 0;
-  for (const Item& item : items) {
+  for (const Request& request : requests) {
     // Fixed pieces count their overhead each.
-    const uint64_t pieces =
-        options.fixed_tokens == 0 ? 1 : div_up(item.whole.end, options.fixed_tokens) + 1;
-    total += item.whole.end + pieces * options.overhead_tokens;
+    const uint64_t pieces = options.fixed_tokens == 0
+                                ? 1
+                                : div_up(request.n_tokens, uint64_t{options.fixed_tokens}) + 1;
+    total +=
+        (request.n_tokens + pieces * options.overhead_tokens) * items_of(request, classes, options);
   }
-  // With `total` one block suffices. Cuts add overheads, so the least load is not below this.
-  uint64_t enough = std::max<uint64_t>(total, 1);
+  // Cuts add overheads, so the least load is not below the even share. What they and pieces that
+  // are not cut add is mostly less than the first margin.
   uint64_t too_little = total / options.blocks;
   too_little = too_little == 0 ? 0 : too_little - 1;
-  while (too_little + 1 < enough) {
-    const uint64_t middle = too_little + (enough - too_little) / 2;
-    if (blocks_needed(items, middle, options) <= options.blocks) {
-      enough = middle;
+  uint64_t margin = options.overhead_tokens + options.least_tokens + kCutTokens;
+  Load enough{too_little + margin, 0};
+  enough.n_blocks = blocks_for(enough.tokens);
+  while (enough.n_blocks > options.blocks) {
+    too_little = enough.tokens;
+    margin *= 2;
+    enough.tokens += margin;
+    enough.n_blocks = blocks_for(enough.tokens);
+  }
+  while (too_little + kStep < enough.tokens) {
+    const uint64_t middle = too_little + (enough.tokens - too_little) / 2;
+    const uint32_t n_blocks = blocks_for(middle);
+    if (n_blocks <= options.blocks) {
+      enough = {middle, n_blocks};
     } else {
       too_little = middle;
     }
@@ -135,64 +155,116 @@ uint64_t choose_load(std::span<const Item> items, const PlanOptions& options) {
   return enough;
 }
 
-struct Piece {
-  Work work;
-  uint32_t block;
-};
+// A Writer writes pieces, which come in order of blocks: the first ones of all blocks to the front,
+// the others behind them, linked.
+class Writer {
+ public:
+  Writer(uint32_t n_first, std::span<Work> work) : work_(work), n_(n_first) {}
 
-// Lays out pieces, which are in order of blocks: the first ones of all blocks, then the others.
-void link_pieces(std::span<const Piece> pieces, DecodePlan* plan) {
-  plan->work.resize(plan->n_blocks);
-  uint32_t last = 0;  // of the current block
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const uint32_t block = pieces[i].block;
-    if (i == 0 || block != pieces[i - 1].block) {
-      plan->work[block] = pieces[i].work;
-      last = block;
-    } else {
-      plan->work[last].next = static_cast<uint32_t>(plan->work.size());
-      last = plan->work[last].next;
-      plan->work.push_back(pieces[i].work);
+  // Returns the place, or null where there is none left; it counts all the same.
+  Work* add(const Work& piece, uint32_t block) {
+    const bool begins = block != block_;
+    const uint32_t at = begins ? block : n_++;
+    if (!begins && last_ < work_.size()) {
+      work_[last_].next = at;
     }
+    block_ = block;
+    last_ = at;
+    if (at >= work_.size()) {
+      return nullptr;
+    }
+    work_[at] = piece;
+    return &work_[at];
   }
-}
+  uint32_t n() const { return n_; }
+
+ private:
+  const std::span<Work> work_;
+  uint32_t n_;
+  uint32_t block_ = UINT32_MAX;
+  uint32_t last_ = 0;
+};
 
 }  // namespace
 
-DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
-                       std::span<const uint16_t> heads, const PlanOptions& options) {
+PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
+                       std::span<const uint16_t> heads, const PlanOptions& options,
+                       uint32_t n_first, std::span<Work> work, std::vector<Merge>* merges) {
   KVM_ASSERT(options.blocks >= 1 && options.blocks <= kMaxMergeSlots);
   KVM_ASSERT(options.group >= 1 && options.group <= 16);
   KVM_ASSERT(options.least_tokens % kCutTokens == 0 && options.least_tokens > 0);
-  const std::vector<Item> items = list_items(requests, classes, heads, options);
-  DecodePlan plan;
-  if (items.empty()) {
-    return plan;
+  PlanCounts counts;
+  merges->clear();
+  if (std::none_of(requests.begin(), requests.end(), [&](const Request& request) {
+        return items_of(request, classes, options) != 0;
+      })) {
+    counts.n_work = n_first;
+    return counts;
   }
-  Filler filler(choose_load(items, options), options);
-  std::vector<Piece> pieces;
-  for (const Item& item : items) {
-    const size_t first = pieces.size();
-    filler.fill(item.whole.end, [&](uint32_t begin, uint32_t end, uint32_t block) {
-      Piece piece{item.whole, block};
-      piece.work.begin = begin;
-      piece.work.end = end;
-      pieces.push_back(piece);
+  const Load load = choose_load(requests, classes, options);
+  counts.n_blocks = load.n_blocks;
+  KVM_ASSERT(n_first == 0 || n_first >= load.n_blocks);
+  Filler filler(load.tokens, options);
+  Writer writer(n_first == 0 ? load.n_blocks : n_first, work);
+  const auto add_item = [&](Work whole, uint32_t rows) {
+    Work* first = nullptr;
+    uint32_t n_pieces = 0;
+    filler.fill(whole.request.n_tokens, [&](uint32_t begin, uint32_t end, uint32_t block) {
+      whole.begin = begin;
+      whole.end = end;
+      whole.slot = n_pieces == 0 ? -1 : static_cast<int32_t>(counts.n_slots + n_pieces);
+      Work* const piece = writer.add(whole, block);
+      first = n_pieces++ == 0 ? piece : first;
     });
-    const auto n_pieces = static_cast<uint32_t>(pieces.size() - first);
     if (n_pieces == 1) {
-      continue;
+      return;
     }
     KVM_ASSERT(n_pieces <= kMaxMergeSlots);
-    plan.merges.push_back({item.whole.request.q_token, item.whole.request.n_query,
-                           item.whole.kv_head, item.whole.row_first, plan.n_slots, n_pieces});
-    plan.max_rows = std::max(plan.max_rows, item.rows);
-    for (size_t i = first; i < pieces.size(); ++i) {
-      pieces[i].work.slot = static_cast<int32_t>(plan.n_slots++);
+    if (first != nullptr) {
+      first->slot = static_cast<int32_t>(counts.n_slots);
+    }
+    merges->push_back({whole.request.q_token, whole.request.n_query, whole.kv_head, whole.row_first,
+                       counts.n_slots, n_pieces});
+    counts.max_rows = std::max(counts.max_rows, rows);
+    counts.n_slots += n_pieces;
+  };
+  for (const Request& request : requests) {
+    const PageClass& of = classes[request.page_class];
+    const uint32_t rows = request.n_query * options.group;
+    for (uint32_t head = 0; head < of.n_heads; ++head) {
+      // Blocks of rows of one item stand side by side: the second reads K and V from the cache.
+      for (uint32_t row = 0; row < rows; row += options.block_rows) {
+        Work whole;
+        whole.request = request;
+        whole.head = static_cast<uint16_t>(head);
+        whole.kv_head = heads[of.heads_first + head];
+        whole.row_first = row;
+        add_item(whole, std::min(rows - row, options.block_rows));
+      }
     }
   }
-  plan.n_blocks = filler.n_blocks();
-  link_pieces(pieces, &plan);
+  KVM_ASSERT(filler.n_blocks() == load.n_blocks);
+  counts.n_work = writer.n();
+  return counts;
+}
+
+DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
+                       std::span<const uint16_t> heads, const PlanOptions& options) {
+  // Every cut is the end of a block, or as far from the last one as fixed_tokens says.
+  uint64_t most = options.blocks;
+  for (const Request& request : requests) {
+    const uint64_t cuts = options.fixed_tokens == 0 ? 0 : request.n_tokens / options.fixed_tokens;
+    most += (cuts + 1) * items_of(request, classes, options);
+  }
+  DecodePlan plan;
+  plan.work.resize(most);
+  const PlanCounts counts =
+      plan_decode(requests, classes, heads, options, 0, plan.work, &plan.merges);
+  KVM_ASSERT(counts.n_work <= most);
+  plan.work.resize(counts.n_work);
+  plan.n_blocks = counts.n_blocks;
+  plan.n_slots = counts.n_slots;
+  plan.max_rows = counts.max_rows;
   return plan;
 }
 

@@ -36,16 +36,32 @@ struct PlanOptions {
 // Cuts lie at multiples of this many tokens of a request.
 inline constexpr uint32_t kCutTokens = 64;
 
-struct DecodePlan {
-  std::vector<Work> work;  // first the first pieces of the blocks, in order
-  uint32_t n_blocks = 0;   // that have work
-  std::vector<Merge> merges;
+struct PlanCounts {
+  uint32_t n_blocks = 0;  // that have work
+  uint32_t n_work = 0;    // pieces, those at the front included
   uint32_t n_slots = 0;   // partial states
   uint32_t max_rows = 0;  // of any merge, at most block_rows: MergeParams::rows
 };
 
+// Writes a plan where it is wanted. The first pieces of the blocks go to the front of `work`, which
+// keeps n_first places for them (0: as many as there are blocks); those of blocks without work stay
+// as they are. Where `work` is too short, n_work says how long it should be and pieces are missing.
 // REQUIRES: requests refer to `classes`, and classes to `heads`; 1 <= n_query, and n_query <=
-// n_tokens unless both n_query is 1 and n_tokens 0; 1 <= group <= 16; 1 <= blocks.
+// n_tokens unless both n_query is 1 and n_tokens 0; 1 <= group <= 16; 1 <= blocks; n_first is 0 or
+// at least `blocks`.
+PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
+                       std::span<const uint16_t> heads, const PlanOptions& options,
+                       uint32_t n_first, std::span<Work> work, std::vector<Merge>* merges);
+
+struct DecodePlan {
+  std::vector<Work> work;  // first the first pieces of the blocks, in order
+  uint32_t n_blocks = 0;   // as of PlanCounts, here and below
+  std::vector<Merge> merges;
+  uint32_t n_slots = 0;
+  uint32_t max_rows = 0;
+};
+
+// Likewise, into vectors.
 DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
                        std::span<const uint16_t> heads, const PlanOptions& options);
 

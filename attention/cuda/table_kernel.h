@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that keep page tables and pages in order: single entries that change, and pages gathered
-// into a buffer, or spread from it, for the sake of copies that are long enough.
+// Kernels behind copies that are few and long: what an update of a batch changes is brought from
+// one message to its places, and pages are gathered into a buffer, or spread from it.
 #ifndef KVM_ATTENTION_CUDA_TABLE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_TABLE_KERNEL_H_
 
@@ -9,17 +9,24 @@
 
 namespace kvm::attention::gpu {
 
-inline constexpr uint32_t kPatchThreads = 128;
+inline constexpr uint32_t kScatterThreads = 256;
 inline constexpr uint32_t kMoveThreads = 256;
 // Blocks that share a page.
 inline constexpr uint32_t kMoveBlocks = 4;
 
-// Does the work of one thread: one patch. Blocks: n_patches / kPatchThreads, rounded up.
-KVM_GPU void patch_thread(const PatchParams& p) {
-  const uint32_t i = block_id() * kPatchThreads + thread_id();
-  if (i < p.n_patches) {
-    const Patch patch = load_global<Patch>(p.patches + i);
-    store_global(p.page_table + patch.index, patch.entry);
+// Does the work of one thread of one of n_runs blocks.
+KVM_GPU void scatter_thread(const ScatterParams& p) {
+  const WordRun run = load_global<WordRun>(p.runs + block_id());
+  uint32_t* const to = p.to + run.to;
+  const uint32_t* const from = p.words + run.from;
+  // What a batch plans lies at multiples of 16 bytes; entries of page tables do not.
+  const bool is_aligned = (run.to | run.from) % 4 == 0;
+  const uint32_t n_wide = is_aligned ? run.n_words / 4 * 4 : 0;
+  for (uint32_t i = thread_id() * 4; i < n_wide; i += kScatterThreads * 4) {
+    store_global(to + i, load_global<Word4>(from + i));
+  }
+  for (uint32_t i = n_wide + thread_id(); i < run.n_words; i += kScatterThreads) {
+    store_global(to + i, load_global<uint32_t>(from + i));
   }
 }
 

@@ -75,7 +75,7 @@ class Check {
       layer.storage_layer = i;
       layer.n_q_heads = kQHeads;
       layer.n_kv_heads = kKvHeads;
-      layer.classes = {{{0}, 0, 0, 0, 0}, {{1}, 4, i == 0 ? 0u : 100u, 8, 0}};
+      layer.classes = {{{0}, 0, 0, 0, 0, 0}, {{1}, 4, i == 0 ? 0u : 100u, 8, 0, 0}};
       layout.layers.push_back(layer);
     }
     space_ = must(store->prepare(layout), "prepare");
@@ -278,7 +278,7 @@ void time_steps(DeviceStore* store, uint32_t n_items, uint32_t n_tokens, const A
     layer.storage_layer = i;
     layer.n_q_heads = 32;
     layer.n_kv_heads = 8;
-    layer.classes = {{{0, 1, 2, 3, 4, 5, 6, 7}, 0, 0, 0, 0}};
+    layer.classes = {{{0, 1, 2, 3, 4, 5, 6, 7}, 0, 0, 0, 0, 0}};
     layout.layers.push_back(layer);
   }
   const auto space = must(store->prepare(layout), "prepare");

@@ -33,8 +33,8 @@ def kernel_name(symbol):
         return f"decode_{ELEMENT[element]}_d{dim}_rows{16 * int(row_tiles)}"
     if match := MERGE.search(symbol):
         return f"merge_d{match.group(1)}"
-    if "patch_kernel" in symbol or "move_kernel" in symbol:
-        return "patch" if "patch_kernel" in symbol else "move"
+    if "scatter_kernel" in symbol or "move_kernel" in symbol:
+        return "scatter" if "scatter_kernel" in symbol else "move"
     if match := APPEND.search(symbol):
         return f"append_{ELEMENT[match.group(1)]}"
     return None

@@ -20,7 +20,8 @@ namespace kvm::device::testing {
 namespace {
 
 constexpr uint32_t kMaxItems = 4, kMaxQuery = 4, kSlack = 16, kLayers = 3;
-constexpr uint64_t kPageTokens = 64, kPageBytes = 32768;  // two heads of 64 channels
+constexpr uint64_t kPageTokens = 64;
+constexpr uint64_t kPartBytes = 32768;  // a layer's part of a page: two heads of 64 channels
 
 Geometry mixed_geometry() {
   Geometry geometry;
@@ -59,7 +60,7 @@ struct World {
   uint64_t host_chunks = 0;
 };
 
-// One page of every layer, counted while somebody holds it.
+// A page, which is of all layers, counted while somebody holds it.
 struct CountedPage {
   explicit CountedPage(uint64_t* n) : n_pages(n) { ++*n_pages; }
   ~CountedPage() { --*n_pages; }
@@ -247,8 +248,8 @@ class Twins {
 
   // Chunks that a sequence takes on the host, all layers behind each other.
   static uint64_t chunks_of(uint64_t n_pages) {
-    constexpr uint64_t kPagesPerChunk = kChunkBytes / kPageBytes;
-    return (kLayers * n_pages + kPagesPerChunk - 1) / kPagesPerChunk;
+    constexpr uint64_t kPartsPerChunk = kChunkBytes / kPartBytes;
+    return (kLayers * n_pages + kPartsPerChunk - 1) / kPartsPerChunk;
   }
 
   void spill(Pair* pair) {
@@ -283,7 +284,7 @@ class Twins {
     const Snapshot before = snapshot();
     const kvm_status status = kvm_cuda_fetch(rig_.client(), pair->device, rig_.stream());
     if (world_.pool_pages != 0) {
-      const bool fits = kLayers * (n_pages_ + pages_on_host(*pair)) <= world_.pool_pages;
+      const bool fits = n_pages_ + pages_on_host(*pair) <= world_.pool_pages;
       ASSERT_EQ(status, fits ? KVM_OK : KVM_ERR_NO_SPACE) << kvm_last_error();
     }
     if (status == KVM_ERR_NO_SPACE) {
@@ -318,7 +319,7 @@ class Twins {
     kvm_cuda_stats stats{};
     stats.struct_size = sizeof stats;
     EXPECT_EQ(kvm_cuda_get_stats(rig_.client(), &stats), KVM_OK) << kvm_last_error();
-    EXPECT_TRUE(world_.pool_pages == 0 || stats.n_pages >= kLayers * n_pages_);
+    EXPECT_TRUE(world_.pool_pages == 0 || stats.n_pages >= n_pages_);
     Snapshot seen{stats.n_spilled, stats.spilled_bytes, stats.fetched_bytes, {}};
     for (const Pair& pair : pairs_) {
       kvm_seq_info info{};
@@ -331,7 +332,7 @@ class Twins {
     return seen;
   }
 
-  // Pages of one layer that appends take, the copies of pages that forks share among them.
+  // Pages that appends take, the copies of pages that forks share among them.
   static uint64_t pages_needed(const std::vector<kvm_cuda_item>& items,
                                const std::vector<Pair*>& whose) {
     uint64_t n = 0;
@@ -375,7 +376,7 @@ class Twins {
   kvm_space_id host_space_ = 0;
   kvm_queue* queue_ = nullptr;
   kvm_cuda_batch* batches_[2] = {};
-  uint64_t n_pages_ = 0;  // of one layer, in use by pairs_
+  uint64_t n_pages_ = 0;  // in use by pairs_
   std::vector<Pair> pairs_;
   std::vector<Expected> pending_;
   uint64_t last_key_ = 0;
@@ -424,7 +425,7 @@ void Twins::step() {
   }
   ++n_steps_;
   const Snapshot before = snapshot();
-  const bool fits = kLayers * (n_pages_ + pages_needed(items, whose)) <= world_.pool_pages;
+  const bool fits = n_pages_ + pages_needed(items, whose) <= world_.pool_pages;
   const kvm_status status =
       kvm_cuda_update(batch, items.data(), static_cast<uint32_t>(items.size()), rig_.stream());
   if (world_.pool_pages != 0) {
@@ -563,9 +564,9 @@ TEST(DeviceModelTest, FullPoolsRefuseWhatDoesNotFitAndChangeNothing) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     World world;
     world.geometry = plain_geometry();
-    world.pool_pages = 24;
+    world.pool_pages = 8;
     world.move_percent = 30;
-    world.pool_bytes = world.pool_pages * kPageBytes;
+    world.pool_bytes = world.pool_pages * kLayers * kPartBytes;
     world.host_chunks = 3;
     world.host_bytes = world.host_chunks * kChunkBytes;
     Twins twins(seed, world);

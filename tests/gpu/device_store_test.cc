@@ -126,6 +126,52 @@ TEST(DeviceStoreTest, ForksOfTheProcessDoNotGetTheHostsChunks) {
   EXPECT_EQ(status, 0);
 }
 
+// What a device would do with a message.
+void scatter(const Message& message, std::vector<uint32_t>* to) {
+  const auto* const words =
+      reinterpret_cast<const uint32_t*>(message.data() + message.words_begin());
+  const auto* const runs =
+      reinterpret_cast<const attention::gpu::WordRun*>(message.data() + message.begin());
+  for (uint32_t i = 0; i < message.n_runs(); ++i) {
+    ASSERT_LE(runs[i].n_words, attention::gpu::kMaxRunWords);
+    ASSERT_LE(message.words_begin() + (uint64_t{runs[i].from} + runs[i].n_words) * 4,
+              message.end());
+    for (uint32_t word = 0; word < runs[i].n_words; ++word) {
+      to->at(runs[i].to + word) = words[runs[i].from + word];
+    }
+  }
+}
+
+TEST(MessageTest, BringsEveryWordToItsPlace) {
+  constexpr uint32_t kMaxRuns = 40, kMaxWords = 9000, kWords = 20000;
+  std::vector<attention::gpu::WordRun> memory(Message::bytes_for(kMaxRuns, kMaxWords) /
+                                              sizeof(attention::gpu::WordRun));
+  uint64_t state = 1;
+  uint64_t n_full = 0;
+  for (uint32_t round = 0; round < 200; ++round) {
+    Message message(reinterpret_cast<uint8_t*>(memory.data()), kMaxRuns, kMaxWords);
+    EXPECT_EQ(message.begin(), message.words_begin());
+    std::vector<uint32_t> expected(kWords, 7), got = expected;
+    for (uint32_t at = 0;;) {
+      const uint64_t most = ++state % 4 == 0 ? 3000 : 30;
+      const auto n = static_cast<uint32_t>(splitmix64(state) % most + 1);
+      at += static_cast<uint32_t>(splitmix64(++state) % 5);
+      if (!message.has_room<uint32_t>(n)) {
+        ++n_full;
+        break;
+      }
+      uint32_t* const values = message.add<uint32_t>(uint64_t{at} * 4, n);
+      for (uint32_t i = 0; i < n; ++i, ++at) {
+        expected[at] = values[i] = static_cast<uint32_t>(splitmix64(++state));
+      }
+    }
+    ASSERT_NO_FATAL_FAILURE(scatter(message, &got));
+    ASSERT_EQ(got, expected) << "round " << round;
+    ASSERT_LE(message.end(), Message::bytes_for(kMaxRuns, kMaxWords));
+  }
+  EXPECT_EQ(n_full, 200u);
+}
+
 TEST(DeviceStoreTest, UpdatesWithoutMemoryOfTheHostChangeNothing) {
   FakeOptions options;
   options.emulate = false;
@@ -136,7 +182,7 @@ TEST(DeviceStoreTest, UpdatesWithoutMemoryOfTheHostChangeNothing) {
   layout.dim = 64;
   LayerLayout layer;
   layer.n_q_heads = layer.n_kv_heads = 2;
-  layer.classes = {{{0, 1}, 0, 0, 0, 0}};
+  layer.classes = {{{0, 1}, 0, 0, 0, 0, 0}};
   layout.layers = {layer};
   const auto space = store->prepare(layout).value();
   BatchOptions batch_options;
@@ -162,7 +208,7 @@ TEST(DeviceStoreTest, UpdatesWithoutMemoryOfTheHostChangeNothing) {
     ASSERT_EQ(parent->n_tokens, done ? 300u : 100u);
     store->check_accounts(std::vector<const DeviceSequence*>{parent.get(), child.get()});
   }
-  EXPECT_GT(n_failed, 20u);
+  EXPECT_GT(n_failed, 5u);
   driver->settle();
   batch.reset();
   for (const auto& seq : {parent, child}) {
@@ -188,11 +234,11 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
     layout.dim = 64;
     LayerLayout layer;
     layer.n_q_heads = layer.n_kv_heads = 3;
-    layer.classes = {{{0, 2}, 0, 0, 0, 0}, {{1}, 4, 40, 8, 0}};
+    layer.classes = {{{0, 2}, 0, 0, 0, 0, 0}, {{1}, 4, 40, 8, 0, 0}};
     layout.layers = {layer, layer};
     layout.layers[1].storage_layer = 1;
     const auto space = store->prepare(layout).value();
-    EXPECT_EQ(space->n_lists, 4u);
+    EXPECT_EQ(space->lists.size(), 2u);  // of both layers
 
     std::vector<std::shared_ptr<DeviceSequence>> seqs;
     uint64_t state = seed;

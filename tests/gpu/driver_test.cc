@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -30,8 +31,8 @@ using attention::gpu::make_divider;
 using attention::gpu::Merge;
 using attention::gpu::MergeParams;
 using attention::gpu::MoveParams;
-using attention::gpu::Patch;
-using attention::gpu::PatchParams;
+using attention::gpu::ScatterParams;
+using attention::gpu::WordRun;
 using attention::gpu::Work;
 
 struct Implementation {
@@ -159,28 +160,40 @@ TEST_P(DriverTest, StreamsKeepTheirOrderAndWaitForEvents) {
 
 TEST_P(DriverTest, NobodyCapturesUnasked) { EXPECT_FALSE(take(driver_->is_capturing(stream_))); }
 
-TEST_P(DriverTest, PatchesAndMoves) {
+TEST_P(DriverTest, ScattersAndMoves) {
   constexpr uint32_t kWords = 1000, kPages = 3;
   constexpr uint64_t kPageBytes = 16384;
   uint8_t* const memory = take(driver_->allocate(2 * kPages * kPageBytes));
   const HostBuffer host(driver_.get(), 4 * kPages * kPageBytes);
-  auto* const patches = host.as<Patch>();
-  for (uint32_t i = 0; i < kWords; ++i) {
-    patches[i] = {(i * 7) % kWords, i};
+  // Runs of 1 to 40 words, in an order that is not theirs, to places aligned and not.
+  std::vector<WordRun> runs;
+  for (uint32_t word = 0; word < kWords;) {
+    const uint32_t n = std::min(1 + word % 40, kWords - word);
+    runs.push_back({word, kWords - word - n, n});
+    word += n;
   }
+  auto* const words = host.as<uint32_t>();
+  for (const WordRun& run : runs) {
+    for (uint32_t i = 0; i < run.n_words; ++i) {
+      words[run.from + i] = static_cast<uint32_t>(run.to) + i;
+    }
+  }
+  const uint64_t run_bytes = runs.size() * sizeof(WordRun);
+  std::memcpy(host.data() + kWords * 4, runs.data(), run_bytes);
   uint8_t* const on_device = memory + kPages * kPageBytes;
-  ok(driver_->copy(on_device, patches, kWords * sizeof(Patch), stream_));
-  PatchParams patch;
-  patch.page_table = reinterpret_cast<uint32_t*>(memory);
-  patch.patches = reinterpret_cast<Patch*>(on_device);
-  patch.n_patches = kWords;
-  ok(driver_->patch(patch, stream_));
-  ok(driver_->patch(PatchParams{}, stream_));
+  ok(driver_->copy(on_device, words, kWords * 4 + run_bytes, stream_));
+  ScatterParams scatter;
+  scatter.to = reinterpret_cast<uint32_t*>(memory);
+  scatter.words = reinterpret_cast<const uint32_t*>(on_device);
+  scatter.runs = reinterpret_cast<const WordRun*>(on_device + kWords * 4);
+  scatter.n_runs = static_cast<uint32_t>(runs.size());
+  ok(driver_->scatter(scatter, stream_));
+  ok(driver_->scatter(ScatterParams{}, stream_));
   uint8_t* const read = host.data() + kPages * kPageBytes;
   ok(driver_->copy(read, memory, kWords * 4, stream_));
   ok(driver_->synchronize_device());
   for (uint32_t i = 0; i < kWords; ++i) {
-    ASSERT_EQ(reinterpret_cast<uint32_t*>(read)[(i * 7) % kWords], i);
+    ASSERT_EQ(reinterpret_cast<uint32_t*>(read)[i], i);
   }
   // Three pages in the order 2, 0, 1 into a buffer, and from it into the places 1, 2, 0.
   for (uint64_t i = 0; i < kPages * kPageBytes; ++i) {

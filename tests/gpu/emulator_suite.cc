@@ -33,7 +33,7 @@ class Suite {
   void decode_with(const CaseSpec& spec, const char* shape_name);
   void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty);
   void append(const AppendSpec& spec);
-  void patch(uint32_t n_patches);
+  void scatter(uint32_t n_runs, uint32_t n_words);
   void move(uint32_t n_pages, uint64_t page_bytes, bool pack);
 
   int finish() const {
@@ -200,25 +200,35 @@ void Suite::append(const AppendSpec& spec) {
   conclude(one.name(), one.right(), 0, 0);
 }
 
-// Every second entry of a table, in a shuffled order.
-void Suite::patch(uint32_t n_patches) {
-  std::vector<uint32_t> table(2 * n_patches, 7);
-  std::vector<Patch> patches;
-  for (uint32_t i = 0; i < n_patches; ++i) {
-    const uint32_t index = i * 37 % n_patches * 2;
-    patches.push_back({index, index + 1000});
+// Runs of 1 to n_words words with gaps of a word between them: aligned in both places, in one, in
+// none.
+void Suite::scatter(uint32_t n_runs, uint32_t n_words) {
+  std::vector<uint32_t> to, words;
+  std::vector<WordRun> runs;
+  for (uint32_t i = 0; i < n_runs; ++i) {
+    const uint32_t n = 1 + i * 37 % n_words;
+    to.resize(to.size() + (i % 3 == 0 ? (4 - to.size() % 4) % 4 : 1), 7);
+    words.resize(words.size() + (i % 2 == 0 ? (4 - words.size() % 4) % 4 : 1), 8);
+    runs.push_back({to.size(), static_cast<uint32_t>(words.size()), n});
+    to.resize(to.size() + n, 7);
+    words.resize(words.size() + n);
   }
-  const PatchParams params{table.data(), patches.data(), n_patches};
+  to.push_back(7);
+  std::vector<uint32_t> expected = to;
+  uint32_t next = 1000;
+  for (const WordRun& run : runs) {
+    for (uint32_t i = 0; i < run.n_words; ++i) {
+      words[run.from + i] = expected[run.to + i] = next++;
+    }
+  }
+  std::reverse(runs.begin(), runs.end());
+  const ScatterParams params{to.data(), words.data(), runs.data(), n_runs};
   const std::vector<std::span<uint8_t>> memory = {
-      {reinterpret_cast<uint8_t*>(table.data()), table.size() * 4},
-      {reinterpret_cast<uint8_t*>(patches.data()), patches.size() * sizeof(Patch)}};
-  launch("patch", (n_patches + kPatchThreads - 1) / kPatchThreads, kPatchThreads, 0, memory,
-         [&] { patch_thread(params); });
-  bool right = true;
-  for (uint32_t i = 0; i < table.size(); ++i) {
-    right = right && table[i] == (i % 2 == 0 ? i + 1000 : 7);
-  }
-  conclude("patch " + std::to_string(n_patches), right, 0, 0);
+      {reinterpret_cast<uint8_t*>(to.data()), to.size() * 4},
+      {reinterpret_cast<uint8_t*>(words.data()), words.size() * 4},
+      {reinterpret_cast<uint8_t*>(runs.data()), runs.size() * sizeof(WordRun)}};
+  launch("scatter", n_runs, kScatterThreads, 0, memory, [&] { scatter_thread(params); });
+  conclude("scatter " + std::to_string(n_runs), to == expected, 0, 0);
 }
 
 // Pages in reverse order, with gaps between them, into a buffer, or back.
@@ -277,8 +287,8 @@ int run(bool quiet, bool first, uint64_t seed) {
   for (const AppendSpec& spec : all_appends()) {
     suite.append(spec);
   }
-  suite.patch(1);
-  suite.patch(300);
+  suite.scatter(1, 1);
+  suite.scatter(40, kMaxRunWords);
   for (const bool pack : {true, false}) {
     suite.move(3, 16384, pack);
     suite.move(5, 1040, pack);

@@ -502,11 +502,10 @@ Status FakeDriver::append(CodecId stored, const AppendParams& params, uint32_t n
   return Status::ok();
 }
 
-Status FakeDriver::patch(const PatchParams& params, Stream stream) {
-  KVM_TRY(begin(Operation::kLaunch, "patch"));
+Status FakeDriver::scatter(const ScatterParams& params, Stream stream) {
+  KVM_TRY(begin(Operation::kLaunch, "scatter"));
   enqueue(stream, [this, params] {
-    run_kernel("patch", static_cast<uint32_t>(div_up(params.n_patches, kPatchThreads)),
-               kPatchThreads, 0, [&params] { patch_thread(params); });
+    run_kernel("scatter", params.n_runs, kScatterThreads, 0, [&params] { scatter_thread(params); });
   });
   return Status::ok();
 }

@@ -115,7 +115,7 @@ class FakeDriver final : public Driver {
                Stream stream) override;
   Status append(CodecId stored, const attention::gpu::AppendParams& params, uint32_t n_tokens,
                 Stream stream) override;
-  Status patch(const attention::gpu::PatchParams& params, Stream stream) override;
+  Status scatter(const attention::gpu::ScatterParams& params, Stream stream) override;
   Status move(const attention::gpu::MoveParams& params, Stream stream) override;
 
  private:
