@@ -5,8 +5,8 @@
 // that holds them serves every later step.
 //
 // Device memory:  table [list][item][max_pages], of which a list is of many layers (ListLayout);
-//                 for each kind of layer: work, merges, tokens to append, kv heads; tree masks [query
-//                 row]; partial states; a message.
+//                 for each kind of layer: work, merges, tokens to append, kv heads; tree masks
+//                 [query row]; partial states; a message.
 // Host memory:    kRing page-locked messages (message.h), each with an event. Updates wait for the
 //                 oldest only when all are under way.
 //

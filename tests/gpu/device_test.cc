@@ -700,8 +700,8 @@ TEST(DeviceTest, SpilledSequencesComeBack) {
     EXPECT_EQ(stats.spilled_bytes, stats.fetched_bytes);
     EXPECT_EQ(stats.spilled_bytes, 2 * 10 * n_kv_heads * 64 * geometry.dim * 4);
     EXPECT_GE(n_pages, 10u);
-    // 10 pages of two layers each way. Small ones in one piece; the table of a batch is smaller, and
-    // no matter.
+    // 10 pages of two layers each way. Small ones in one piece; the table of a batch is smaller,
+    // and no matter.
     EXPECT_LE(stats.n_copies, n_kv_heads == 1 ? 2u : 40u);
     for (const kvm_seq_id id : {a.id, b.id, c.id}) {
       ASSERT_EQ(kvm_seq_free(rig.client(), id), KVM_OK);
