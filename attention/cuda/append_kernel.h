@@ -111,7 +111,7 @@ KVM_GPU void append_thread(const AppendParams& p) {
         valid ? load_global<uint16_t>(p.pool.heads + of.heads_first + head) : 0;
     const int64_t element = token.source * p.stride_token + kv_head * p.stride_head + chunk * 8;
     if constexpr (kIsScaled<kElement>) {
-      uint8_t* page = page_row(p.pool, of, entry, 0, 0);
+      uint8_t* page = page_of(p.pool, of, entry);
       uint8_t* to =
           page + token.row * p.dim + static_cast<uint64_t>(head) * of.head_stride_bytes + chunk * 8;
       uint8_t* scale_to =

@@ -21,8 +21,10 @@
 //
 // Shared memory, per warp: kStages stages of [K tile][V tile], a tile being [token][dim] with the
 // 16-byte chunk c of row r at chunk c xor (r % 8), so that neither the copies into it nor
-// load_matrix have bank conflicts (rows of 64 bytes lie two in a line: c xor (r / 2 % 4)). At the
-// end of a piece the same bytes hold the warp's state: o [row][dim + 4], m [row], l [row] in fp32.
+// load_matrix have bank conflicts (rows of 64 bytes lie two in a line: c xor (r / 2 % 4)). Where
+// rows are bytes, words [token] for K, then for V, follow: the one of the page that has the token's
+// scale in one of its halves, for copies take no less than a word. At the end of a piece the same
+// bytes hold the warp's state: o [row][kStateStride], m [row], l [row] in fp32.
 #ifndef KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 
@@ -51,7 +53,8 @@ struct DecodeShape {
   static constexpr uint32_t kRowBytes = kDim * (kScaled ? 1 : 2);
   static constexpr uint32_t kRowChunks = kRowBytes / 16;
   static constexpr uint32_t kPlaneBytes = kTile * kRowBytes;
-  static constexpr uint32_t kStageBytes = 2 * kPlaneBytes;
+  static constexpr uint32_t kScaleBytes = kScaled ? kTile * 4 : 0;  // of a plane
+  static constexpr uint32_t kStageBytes = 2 * (kPlaneBytes + kScaleBytes);
   static constexpr uint32_t kWarpBytes = kStages * kStageBytes;
   static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
   // Four floats beyond the channels put the rows of a quad into different banks.
@@ -60,6 +63,8 @@ struct DecodeShape {
 
   static_assert(kDim % 64 == 0 && kDim <= 256 && kTile % 16 == 0 && kTile <= 32 && kStages >= 2);
   static_assert(kStateBytes <= kWarpBytes);
+  // moved() counts on it.
+  static_assert(kStageBytes % 128 == 0 && kWarpBytes % 128 == 0);
 };
 
 inline constexpr float kMostLogScale = 100.0f;
@@ -81,38 +86,46 @@ struct Decay {
   KVM_GPU float of_sum(float sum) const { return kScaled ? sum * root * root : sum * whole; }
 };
 
-// The scales of the values of a thread's columns of a tile.
+// The scales of a thread's columns of a tile: of keys and of values.
 template <uint32_t kTile, bool kScaled>
-struct ValueScales {
-  KVM_GPU void load(uint32_t) {}
+struct ColumnScales {
   KVM_GPU float raise(float score, uint32_t, uint32_t) const { return score; }
   KVM_GPU float apply(float weight, uint32_t, uint32_t) const { return weight; }
 };
 
 template <uint32_t kTile>
-struct ValueScales<kTile, true> {
-  float scale[kTile / 8][2];
-  float log[kTile / 8][2];
+struct ColumnScales<kTile, true> {
+  uint32_t both[kTile / 8][2];  // V's above K's
+  float log[kTile / 8][2];      // of V's
 
-  // scales: of this lane's token, as WarpTask::scales has them.
-  KVM_GPU void load(uint32_t scales) {
-    const float own = float_from_bits(scales & 0xffff0000u);
+  // own: those of this lane's token.
+  KVM_GPU void spread(uint32_t own) {
     // A NaN becomes the least.
-    const float own_log = fminf(fmaxf(log2_fast(own), -kMostLogScale), kMostLogScale);
+    const float own_log =
+        fminf(fmaxf(log2_fast(float_from_bits(own & 0xffff0000u)), -kMostLogScale), kMostLogScale);
 #pragma unroll
     for (uint32_t n = 0; n < kTile / 8; ++n) {
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
-        scale[n][i] = shuffle(own, n * 8 + lane_id() % 4 * 2 + i);
+        both[n][i] = shuffle(own, n * 8 + lane_id() % 4 * 2 + i);
         log[n][i] = shuffle(own_log, n * 8 + lane_id() % 4 * 2 + i);
       }
     }
   }
+  KVM_GPU float key(uint32_t n, uint32_t i) const { return float_from_bits(both[n][i] << 16); }
   KVM_GPU float raise(float score, uint32_t n, uint32_t i) const { return score + log[n][i]; }
   // The scale of a value that is not seen may be a NaN.
   KVM_GPU float apply(float weight, uint32_t n, uint32_t i) const {
-    return weight == 0.0f ? 0.0f : weight * scale[n][i];
+    return product_or_zero(weight, float_from_bits(both[n][i] & 0xffff0000u));
   }
+};
+
+// Where the token of this lane in a tile lies. The entry is loaded a tile ahead of its use, which
+// therefore must not be before the copy: an address made of it is waited for.
+struct Place {
+  uint32_t entry;  // of the token's page; where the piece has no such token, 0, which is one too
+  uint32_t row;    // among those of all heads of a plane of the page
+  bool inside;     // all tokens of the tile are there, in rows of one page that follow each other
 };
 
 // The part of a piece that one warp evaluates: its queries, its state, its stages.
@@ -120,6 +133,8 @@ template <class Shape>
 struct WarpTask {
   static constexpr uint32_t kQuerySteps = Shape::kDim / 16;
   static constexpr uint32_t kOutTiles = Shape::kDim / 8;
+  using Scores = float[Shape::kRowTiles][Shape::kTile / 8][4];
+  using Columns = ColumnScales<Shape::kTile, Shape::kScaled>;
 
   // Fragments of mma.m16n8k16; rows lane / 4 and lane / 4 + 8 of each tile of rows.
   uint32_t q[Shape::kRowTiles][kQuerySteps][4];
@@ -127,32 +142,37 @@ struct WarpTask {
   float m[Shape::kRowTiles][2];  // in units of log 2
   float l[Shape::kRowTiles][2];  // of the columns of this thread
   // Used with rows of bytes. Queries are divided by powers of two, for bf16 has more of them than
-  // fp16.
+  // fp16; these are multiplied by the softmax scale.
   float q_scale[Shape::kRowTiles][2];
-  uint32_t scales[Shape::kStages] = {};  // of this lane's token of the next tiles: V's above K's
-  uint32_t next_scales = 0;              // from next_row to the scale of its K, wrapping around
-  uint32_t limit_least;                  // tokens that all rows see: tiles below need no mask
+  // Of this lane's token in the i-th tile ahead, bit i: its scale of K is the upper half of the
+  // word that was copied.
+  uint32_t upper = 0;
+  uint32_t limit_least;  // tokens that all rows see: tiles below need no mask
 
   SharedAddress stages;
-  uint64_t next_row = 0;     // address of this lane's token of the tile to be copied next; 0 = none
-  float next_weight = 0.0f;  // log weight, times log2(e), of its token of the next tile
+  Place next;                // of the tile to be copied next
+  float next_weight = 0.0f;  // log weight of this lane's token of the tile to be evaluated next
 
   KVM_GPU void load_queries(const DecodeParams& p, const Work& work);
   KVM_GPU void load_row_of_queries(const uint16_t* from, bool valid, uint32_t row_tile,
-                                   uint32_t half, Dtype dtype);
-  KVM_GPU void resolve(const DecodeParams& p, const PageClass& of, const Work& work, uint32_t tile);
-  KVM_GPU void weigh(const DecodeParams& p, const Work& work, uint32_t tile);
-  // The tile is the `ahead`-th behind the one that is evaluated next.
-  KVM_GPU void copy_tile(const PageClass& of, uint32_t stage, uint32_t ahead, const void* anywhere);
-  KVM_GPU void evaluate_tile(const DecodeParams& p, uint32_t piece, uint32_t stage,
-                             uint32_t token_first, bool weighted);
+                                   uint32_t half, Dtype dtype, float scale_log2);
+  KVM_GPU void look_up(const DecodeParams& p, const Work& work, uint32_t token_first);
+  KVM_GPU void weigh(const DecodeParams& p, const Work& work, uint32_t token_first);
+  // n_tokens: that the piece has from the first one of the tile on. The tile is the `ahead`-th
+  // behind the one that is evaluated next.
+  KVM_GPU void copy_tile(const DecodeParams& p, const PageClass& of, const Place& place,
+                         SharedAddress to, uint32_t n_tokens, uint32_t ahead);
+  KVM_GPU void copy_scales(const PageClass& of, const uint8_t* page, uint32_t row, SharedAddress to,
+                           uint32_t n_tokens, uint32_t ahead);
+  KVM_GPU void evaluate_tile(const DecodeParams& p, const PageClass& of, uint32_t piece,
+                             SharedAddress stage, uint32_t token_first, bool weighted);
   KVM_GPU void hide_unseen(const DecodeParams& p, const Work& work, uint32_t token_first,
-                           float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
-  KVM_GPU void scores(SharedAddress keys, float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
-  KVM_GPU void scale_scores(float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
-  KVM_GPU void soften(uint32_t row_tile, float (&s)[Shape::kTile / 8][4]);
-  KVM_GPU void add_values(SharedAddress values,
-                          const float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]);
+                           Scores& s);
+  KVM_GPU void scores(SharedAddress keys, Scores& s);
+  KVM_GPU uint32_t own_scales(const PageClass& of, SharedAddress scales);
+  KVM_GPU void cap_and_weigh(const DecodeParams& p, bool weighted, Scores& s);
+  KVM_GPU void soften(uint32_t row_tile, const Columns& columns, float (&s)[Shape::kTile / 8][4]);
+  KVM_GPU void add_values(SharedAddress values, const Scores& s);
   KVM_GPU void store_state(uint32_t n_rows);
 };
 
@@ -166,12 +186,25 @@ KVM_GPU uint32_t tile_offset(uint32_t row, uint32_t chunk) {
   }
 }
 
+// From the address of (row, chunk) of a tile to that of (row + rows, chunk + chunks): constants, but
+// for an exclusive or. REQUIRES: the numbers that are added have no bit in common, of rows in the
+// lowest three.
+template <class Shape>
+KVM_GPU SharedAddress moved(SharedAddress from, uint32_t rows, uint32_t chunks) {
+  if constexpr (Shape::kRowChunks >= 8) {
+    return (from ^ (((chunks ^ rows) & 7) * 16)) + rows * Shape::kRowBytes + (chunks & ~7u) * 16;
+  } else {
+    return (from ^ (((chunks ^ rows / 2) & 3) * 16)) + rows * Shape::kRowBytes;
+  }
+}
+
 // A row of queries for keys of bytes, of which load_matrix gives each lane four channels of a step:
 // they are channels 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of the product, so those of queries are
 // dealt alike. Divided so that the largest of the row is about 2^8.
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::load_row_of_queries(const uint16_t* from, bool valid,
-                                                  uint32_t row_tile, uint32_t half, Dtype dtype) {
+                                                  uint32_t row_tile, uint32_t half, Dtype dtype,
+                                                  float scale_log2) {
   uint32_t top = 0;
 #pragma unroll
   for (uint32_t k = 0; k < kQuerySteps; ++k) {
@@ -201,7 +234,7 @@ KVM_GPU void WarpTask<Shape>::load_row_of_queries(const uint16_t* from, bool val
   constexpr uint32_t kLeast = 9, kMost = 254;
   const uint32_t exponent = top >> 23;
   const uint32_t e = exponent < kLeast ? kLeast : exponent > kMost ? kMost : exponent;
-  q_scale[row_tile][half] = float_from_bits((e - 8) << 23);
+  q_scale[row_tile][half] = float_from_bits((e - 8) << 23) * scale_log2;
   const float down = float_from_bits((127 + 8 + 127 - e) << 23);
 #pragma unroll
   for (uint32_t k = 0; k < kQuerySteps; ++k) {
@@ -229,7 +262,8 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& wo
                              at.token * p.tensors.q_stride_token +
                              at.q_head * p.tensors.q_stride_head;
       if constexpr (Shape::kScaled) {
-        load_row_of_queries(from + lane_id() % 4 * 4, valid, t, half, p.tensors.dtype_q);
+        load_row_of_queries(from + lane_id() % 4 * 4, valid, t, half, p.tensors.dtype_q,
+                            p.scale_log2);
       } else {
         from += lane_id() % 4 * 2;
 #pragma unroll
@@ -251,86 +285,123 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& wo
   next_weight = 0.0f;
 }
 
-// Finds the token of this lane in tile `tile` of the piece.
+// Finds the token of this lane in the tile whose first token is `token_first`.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::resolve(const DecodeParams& p, const PageClass& of, const Work& work,
-                                      uint32_t tile) {
+KVM_GPU void WarpTask<Shape>::look_up(const DecodeParams& p, const Work& work,
+                                      uint32_t token_first) {
   const Request& request = work.request;
-  const uint32_t token = work.begin + tile * Shape::kTile + lane_id() % Shape::kTile;
-  next_row = 0;
+  const uint32_t lane = lane_id() % Shape::kTile;
+  const uint32_t token = token_first + lane;
+  const uint32_t at = list_token(request, token);
+  const uint32_t page = divide(p.pool.page_tokens, at);
+  const uint32_t row = at - page * p.pool.page_tokens.divisor;
+  next.entry = 0;
   if (token < work.end) {
-    const uint32_t at = list_token(request, token);
-    const uint32_t page = divide(p.pool.page_tokens, at);
-    const uint32_t row = at - page * p.pool.page_tokens.divisor;
-    const uint32_t entry = load_global<uint32_t>(p.page_table + request.table + page);
-    next_row = reinterpret_cast<uint64_t>(page_row(p.pool, of, entry, row, Shape::kRowBytes) +
-                                          static_cast<uint64_t>(work.head) * of.head_stride_bytes);
-    if constexpr (Shape::kScaled) {
-      next_scales = of.scales_offset_bytes + (work.head * p.pool.page_tokens.divisor + row) * 2 -
-                    row * Shape::kRowBytes - work.head * of.head_stride_bytes;
-    }
+    next.entry = load_global<uint32_t>(p.page_table + request.table + page);
   }
+  next.row = work.head * p.pool.page_tokens.divisor + row;
+  // Tokens of one run follow each other; then the last one's row says whether a page began.
+  const uint32_t run_end =
+      token < request.n_first && request.n_first < work.end ? request.n_first : work.end;
+  next.inside = !any_lane(row < lane || token_first + Shape::kTile > run_end);
 }
 
-// Loads the log weight of the token of this lane in tile `tile`.
+// Loads the log weight of the token of this lane in the tile whose first token is `token_first`.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Work& work, uint32_t tile) {
+KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Work& work, uint32_t token_first) {
   const Request& request = work.request;
-  const uint32_t token = work.begin + tile * Shape::kTile + lane_id() % Shape::kTile;
+  const uint32_t token = token_first + lane_id() % Shape::kTile;
   if (token < work.end) {
     const int64_t at = request.log_weights +
                        static_cast<int64_t>(work.kv_head) * request.log_weight_stride +
                        list_token(request, token);
-    next_weight = load_global<float>(p.log_weights + at) * kLog2E;
+    next_weight = load_global<float>(p.log_weights + at);
   }
 }
 
-// Begins copying the resolved tile. Tokens that the piece does not have become zero rows: a row of
-// V that is multiplied by a weight of 0 must not hold a NaN.
+// Begins copying a tile. Tokens that the piece does not have become zero rows: a row of V that is
+// multiplied by a weight of 0 must not hold a NaN.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::copy_tile(const PageClass& of, uint32_t stage, uint32_t ahead,
-                                        const void* anywhere) {
-  if constexpr (Shape::kScaled) {
-    uint32_t loaded = 0;
-    if (next_row != 0) {
-      const auto* k_scale =
-          reinterpret_cast<const uint8_t*>(next_row) + static_cast<int32_t>(next_scales);
-      loaded = load_global<uint16_t>(k_scale) |
-               static_cast<uint32_t>(load_global<uint16_t>(k_scale + of.v_scales_offset_bytes))
-                   << 16;
-    }
-    scales[ahead] = loaded;
-  }
-  const SharedAddress to = stages + stage * Shape::kStageBytes;
-  constexpr uint32_t kSteps = Shape::kTile * Shape::kRowChunks / 32;
+KVM_GPU void WarpTask<Shape>::copy_tile(const DecodeParams& p, const PageClass& of,
+                                        const Place& place, SharedAddress to, uint32_t n_tokens,
+                                        uint32_t ahead) {
+  constexpr uint32_t kChunks = Shape::kRowChunks;
+  constexpr uint32_t kStepRows = 32 / kChunks;  // that a warp copies at once
+  const uint8_t* page = page_of(p.pool, of, place.entry);
+  const uint32_t row = lane_id() / kChunks, chunk = lane_id() % kChunks;
+  const SharedAddress at = to + tile_offset<Shape>(row, chunk);
+  if (place.inside) {
+    // The tile is one stretch of the plane, of which each lane takes every 32nd chunk.
+    const uint32_t first = place.row * kChunks + (lane_id() - lane_id() % Shape::kTile * kChunks);
+    const uint8_t* k = page + static_cast<uint64_t>(first) * 16;
+    const uint8_t* v = k + of.v_offset_bytes;
 #pragma unroll
-  for (uint32_t step = 0; step < kSteps; ++step) {
-    const uint32_t index = step * 32 + lane_id();
-    const uint32_t row = index / Shape::kRowChunks;
-    const uint32_t chunk = index % Shape::kRowChunks;
-    const uint64_t from = shuffle(next_row, row);
-    const bool valid = from != 0;
-    const uint8_t* k = valid ? reinterpret_cast<const uint8_t*>(from) + chunk * 16
-                             : static_cast<const uint8_t*>(anywhere);
-    const uint8_t* v = valid ? k + of.v_offset_bytes : k;
-    const SharedAddress at = to + tile_offset<Shape>(row, chunk);
-    copy_async_16(at, k, valid);
-    copy_async_16(at + Shape::kPlaneBytes, v, valid);
+    for (uint32_t rows = 0; rows < Shape::kTile; rows += kStepRows) {
+      copy_async_16(moved<Shape>(at, rows, 0), k + rows * Shape::kRowBytes);
+      copy_async_16(moved<Shape>(at, rows, 0) + Shape::kPlaneBytes, v + rows * Shape::kRowBytes);
+    }
+  } else {
+    const auto own =
+        reinterpret_cast<uint64_t>(page + static_cast<uint64_t>(place.row) * Shape::kRowBytes);
+#pragma unroll
+    for (uint32_t rows = 0; rows < Shape::kTile; rows += kStepRows) {
+      const bool valid = rows + row < n_tokens;
+      const auto* k = reinterpret_cast<const uint8_t*>(shuffle(own, rows + row)) + chunk * 16;
+      copy_async_16(moved<Shape>(at, rows, 0), k, valid);
+      copy_async_16(moved<Shape>(at, rows, 0) + Shape::kPlaneBytes, k + of.v_offset_bytes, valid);
+    }
+  }
+  if constexpr (Shape::kScaled) {
+    copy_scales(of, page, place.row, to + 2 * Shape::kPlaneBytes, n_tokens, ahead);
   }
 }
 
+// Says which half of its word a scale is.
+KVM_GPU bool is_upper(uint64_t address) { return (address & 2) != 0; }
+
+// row: of this lane's token.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::scores(SharedAddress keys,
-                                     float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
-  const uint32_t row = lane_id() / 16 * 8 + lane_id() % 8;
-  const uint32_t half = lane_id() / 8 % 2;
+KVM_GPU void WarpTask<Shape>::copy_scales(const PageClass& of, const uint8_t* page, uint32_t row,
+                                          SharedAddress to, uint32_t n_tokens, uint32_t ahead) {
+  const auto of_k =
+      reinterpret_cast<uint64_t>(page + of.scales_offset_bytes + static_cast<uint64_t>(row) * 2);
+  const uint64_t of_v = of_k + of.v_scales_offset_bytes;
+  const auto word = [](uint64_t scale) {
+    return reinterpret_cast<const void*>(scale & ~uint64_t{3});
+  };
+  const bool valid = lane_id() % Shape::kTile < n_tokens;
+  if constexpr (Shape::kTile == 32) {
+    copy_async_4(to + lane_id() * 4, word(of_k), valid);
+    copy_async_4(to + Shape::kScaleBytes + lane_id() * 4, word(of_v), valid);
+  } else {
+    // Half of the lanes would have nothing to copy: they take those of V.
+    copy_async_4(to + lane_id() * 4, word(lane_id() < Shape::kTile ? of_k : of_v), valid);
+  }
+  upper |= static_cast<uint32_t>(is_upper(of_k)) << ahead;
+}
+
+// The scales of this lane's token of a tile, V's above K's.
+template <class Shape>
+KVM_GPU uint32_t WarpTask<Shape>::own_scales(const PageClass& of, SharedAddress scales) {
+  const SharedAddress at = scales + lane_id() % Shape::kTile * 4;
+  const uint32_t k = load_shared<uint32_t>(at);
+  const uint32_t v = load_shared<uint32_t>(at + Shape::kScaleBytes);
+  const bool k_upper = (upper & 1) != 0;
+  const bool v_upper = k_upper != is_upper(of.v_scales_offset_bytes);
+  return (k >> (k_upper ? 16 : 0) & 0xffffu) | (v << (v_upper ? 0 : 16) & 0xffff0000u);
+}
+
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::scores(SharedAddress keys, Scores& s) {
+  const SharedAddress at =
+      keys + tile_offset<Shape>(lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2);
   // Two chunks of 16 bytes of each key: a step of 16 channels or, of bytes, two.
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kRowChunks / 2; ++k) {
 #pragma unroll
     for (uint32_t n = 0; n < Shape::kTile / 16; ++n) {
       uint32_t b[4];
-      load_matrix_x4(b, keys + tile_offset<Shape>(n * 16 + row, k * 2 + half));
+      load_matrix_x4(b, moved<Shape>(at, n * 16, k * 2));
       if constexpr (Shape::kScaled) {
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
@@ -353,31 +424,12 @@ KVM_GPU void WarpTask<Shape>::scores(SharedAddress keys,
   }
 }
 
-// Scores of keys of bytes: times the scales of the keys and of the queries.
-template <class Shape>
-KVM_GPU void WarpTask<Shape>::scale_scores(float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
-#pragma unroll
-  for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-      const float k_scale =
-          shuffle(float_from_bits(scales[0] << 16), n * 8 + lane_id() % 4 * 2 + i);
-#pragma unroll
-      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-        s[t][n][i] *= k_scale * q_scale[t][0];
-        s[t][n][2 + i] *= k_scale * q_scale[t][1];
-      }
-    }
-  }
-}
-
 // From scores, in units of log 2, to weights; brings the state of 16 rows to the new maximum.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile / 8][4]) {
+KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, const Columns& columns,
+                                     float (&s)[Shape::kTile / 8][4]) {
   float factor[2];
   bool grew = false;
-  ValueScales<Shape::kTile, Shape::kScaled> of_columns;
-  of_columns.load(scales[0]);
 #pragma unroll
   for (uint32_t half = 0; half < 2; ++half) {
     float top = m[row_tile][half];
@@ -385,7 +437,7 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile 
     for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
-        top = fmaxf(top, of_columns.raise(s[n][2 * half + i], n, i));
+        top = fmaxf(top, columns.raise(s[n][2 * half + i], n, i));
       }
     }
     top = fmaxf(top, shuffle_xor(top, 1));
@@ -403,7 +455,7 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile 
         float& weight = s[n][2 * half + i];
         weight = exp2_fast(weight - base);
         sum += weight;
-        weight = of_columns.apply(weight, n, i);
+        weight = columns.apply(weight, n, i);
       }
     }
     l[row_tile][half] = decay.of_sum(l[row_tile][half]) + sum;
@@ -422,10 +474,9 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, float (&s)[Shape::kTile 
 }
 
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values,
-                                         const float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
-  const uint32_t row = lane_id() / 8 % 2 * 8 + lane_id() % 8;
-  const uint32_t half = lane_id() / 16;
+KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values, const Scores& s) {
+  const SharedAddress at =
+      values + tile_offset<Shape>(lane_id() / 8 % 2 * 8 + lane_id() % 8, lane_id() / 16);
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kTile / 16; ++k) {
     // The accumulators of two score tiles are, packed, the A fragment of the next product.
@@ -440,7 +491,7 @@ KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values,
 #pragma unroll
     for (uint32_t n = 0; n < Shape::kRowChunks / 2; ++n) {
       uint32_t b[4];
-      load_matrix_x4_transposed(b, values + tile_offset<Shape>(k * 16 + row, n * 2 + half));
+      load_matrix_x4_transposed(b, moved<Shape>(at, k * 16, n * 2));
       if constexpr (Shape::kScaled) {
         // Pairs of bytes were transposed: the even channels of a chunk make one tile of results,
         // the odd ones the next.
@@ -478,8 +529,7 @@ KVM_GPU float soft_cap(const DecodeParams& p, float score) {
 // here, so the request is read again: registers are what the loop over tiles is short of.
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::hide_unseen(const DecodeParams& p, const Work& work,
-                                          uint32_t token_first,
-                                          float (&s)[Shape::kRowTiles][Shape::kTile / 8][4]) {
+                                          uint32_t token_first, Scores& s) {
   const Request& request = work.request;
   const bool tree = request.tree_first != kNoTree;
   const uint32_t n_before = request.n_tokens - request.n_query + 1;
@@ -511,41 +561,65 @@ KVM_GPU void WarpTask<Shape>::hide_unseen(const DecodeParams& p, const Work& wor
   }
 }
 
-// Folds the tile in `stage`, whose first token is `token_first`, into the state.
+// Soft-caps scores and adds the log weights of their tokens.
 template <class Shape>
-KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, uint32_t piece, uint32_t stage,
-                                            uint32_t token_first, bool weighted) {
-  const SharedAddress keys = stages + stage * Shape::kStageBytes;
-  float s[Shape::kRowTiles][Shape::kTile / 8][4] = {};
-  scores(keys, s);
-  if constexpr (Shape::kScaled) {
-    scale_scores(s);
-  }
+KVM_GPU void WarpTask<Shape>::cap_and_weigh(const DecodeParams& p, bool weighted, Scores& s) {
   const bool capped = p.softcap_log2 != 0.0f;
 #pragma unroll
   for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      const uint32_t column = n * 8 + lane_id() % 4 * 2 + i;
-      const float weight = weighted ? shuffle(next_weight, column) : 0.0f;
+      const float weight =
+          weighted ? shuffle(next_weight, n * 8 + lane_id() % 4 * 2 + i) * kLog2E : 0.0f;
 #pragma unroll
       for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
 #pragma unroll
         for (uint32_t half = 0; half < 2; ++half) {
           float& score = s[t][n][2 * half + i];
-          score = (capped ? soft_cap(p, score) : score * p.scale_log2) + weight;
+          score = (capped ? soft_cap(p, score) : score) + weight;
         }
       }
     }
+  }
+}
+
+// Folds the tile in `stage`, whose first token is `token_first`, into the state.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, const PageClass& of,
+                                            uint32_t piece, SharedAddress stage,
+                                            uint32_t token_first, bool weighted) {
+  Scores s = {};
+  scores(stage, s);
+  Columns columns;
+  if constexpr (Shape::kScaled) {
+    columns.spread(own_scales(of, stage + 2 * Shape::kPlaneBytes));
+  }
+#pragma unroll
+  for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+        if constexpr (Shape::kScaled) {
+          s[t][n][i] *= columns.key(n, i % 2) * q_scale[t][i / 2];
+        } else {
+          s[t][n][i] *= p.scale_log2;
+        }
+      }
+    }
+  }
+  // One test for a tile, not one for a score: most have neither.
+  if (weighted || p.softcap_log2 != 0.0f) {
+    cap_and_weigh(p, weighted, s);
   }
   if (token_first + Shape::kTile > limit_least) {
     hide_unseen(p, p.work[piece], token_first, s);
   }
 #pragma unroll
   for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-    soften(t, s[t]);
+    soften(t, columns, s[t]);
   }
-  add_values(keys + Shape::kPlaneBytes, s);
+  add_values(stage + Shape::kPlaneBytes, s);
 }
 
 // Writes the warp's state where its stages were.
@@ -598,53 +672,55 @@ KVM_GPU uint32_t piece_rows(const DecodeParams& p, const Work& work) {
 // Streams the warp's tiles of a piece and leaves the state in shared memory.
 template <class Shape>
 KVM_GPU void evaluate_piece(const DecodeParams& p, uint32_t piece) {
+  constexpr uint32_t kAhead = Shape::kStages - 1;  // tiles under way
+  constexpr uint32_t kStride = Shape::kWarps * Shape::kTile;
   const Work work = p.work[piece];
   const PageClass& of = p.pool.classes[work.request.page_class];
-  const uint32_t n_tiles = (work.end - work.begin + Shape::kTile - 1) / Shape::kTile;
   const bool weighted = work.request.log_weights >= 0;
   WarpTask<Shape> task;
-  task.stages = warp_id() * Shape::kWarpBytes;
+  // From a shuffle, as warp_id(): it cannot be computed again, which would take several
+  // instructions for every access.
+  task.stages = shuffle(shared_start() + thread_id() / 32 * Shape::kWarpBytes, 0);
+  uint32_t token_first = work.begin + warp_id() * Shape::kTile;  // of the tile
 
-  uint32_t ahead = warp_id();  // the next tile to copy
-#pragma unroll
-  for (uint32_t stage = 0; stage + 1 < Shape::kStages; ++stage) {
-    if (ahead < n_tiles) {
-      task.resolve(p, of, work, ahead);
-      task.copy_tile(of, stage, stage, p.pool.segments[0]);
+  SharedAddress free = task.stages;
+  task.look_up(p, work, token_first);
+#pragma unroll 1
+  for (uint32_t i = 0; i < kAhead; ++i) {
+    const Place place = task.next;
+    const uint32_t coming = token_first + i * kStride;
+    task.look_up(p, work, coming + kStride);
+    if (coming < work.end) {
+      task.copy_tile(p, of, place, free, work.end - coming, i);
     }
     copy_async_commit();
-    ahead += Shape::kWarps;
+    free += Shape::kStageBytes;
   }
   task.load_queries(p, work);
-  task.resolve(p, of, work, ahead);
   if (weighted) {
-    task.weigh(p, work, warp_id());
+    task.weigh(p, work, token_first);
   }
 
-  uint32_t stage = 0;
-  for (uint32_t tile = warp_id(); tile < n_tiles; tile += Shape::kWarps) {
+  SharedAddress full = task.stages;
+  for (; token_first < work.end; token_first += kStride) {
     // One group is committed per tile, empty or not, so counting groups counts tiles.
-    copy_async_wait<Shape::kStages - 2>();
+    copy_async_wait<kAhead - 1>();
     sync_warp();
     // The stage of the tile before: every lane has read it, for all have come past the barrier.
-    if (ahead < n_tiles) {
-      task.copy_tile(of, stage == 0 ? Shape::kStages - 1 : stage - 1, Shape::kStages - 1,
-                     p.pool.segments[0]);
+    const uint32_t coming = token_first + kAhead * kStride;
+    if (coming < work.end) {
+      task.copy_tile(p, of, task.next, free, work.end - coming, kAhead);
     }
     copy_async_commit();
-    ahead += Shape::kWarps;
-    task.resolve(p, of, work, ahead);
-    task.evaluate_tile(p, piece, stage, work.begin + tile * Shape::kTile, weighted);
+    task.look_up(p, work, coming + kStride);
+    task.evaluate_tile(p, of, piece, full, token_first, weighted);
     if (weighted) {
-      task.weigh(p, work, tile + Shape::kWarps);
+      task.weigh(p, work, token_first + kStride);
     }
-    if constexpr (Shape::kScaled) {
-#pragma unroll
-      for (uint32_t i = 0; i + 1 < Shape::kStages; ++i) {
-        task.scales[i] = task.scales[i + 1];
-      }
-    }
-    stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+    task.upper >>= 1;
+    free = full;
+    full += Shape::kStageBytes;
+    full = full == task.stages + Shape::kWarpBytes ? task.stages : full;
   }
   // No copy is under way: the groups not waited for are empty. But lanes may still read stages.
   sync_warp();
@@ -656,21 +732,22 @@ template <class Shape>
 KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
   const uint32_t n_rows = piece_rows<Shape>(p, work);
   constexpr uint32_t kColumns = Shape::kDim / 4;
+  const SharedAddress states = shared_start();
   for (uint32_t index = thread_id(); index < n_rows * kColumns; index += Shape::kThreads) {
     const uint32_t row = index / kColumns, channel = index % kColumns * 4;
-    const SharedAddress m_at = (Shape::kRows * Shape::kStateStride + row) * 4;
-    const SharedAddress l_at = m_at + Shape::kRows * 4;
+    const uint32_t m_at = (Shape::kRows * Shape::kStateStride + row) * 4;
+    const uint32_t l_at = m_at + Shape::kRows * 4;
     float top = minus_infinity();
 #pragma unroll
     for (uint32_t warp = 0; warp < Shape::kWarps; ++warp) {
-      top = fmaxf(top, load_shared<float>(warp * Shape::kWarpBytes + m_at));
+      top = fmaxf(top, load_shared<float>(states + warp * Shape::kWarpBytes + m_at));
     }
     const float base = top == minus_infinity() ? 0.0f : top;
     float sum = 0.0f;
     Float4 o{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (uint32_t warp = 0; warp < Shape::kWarps; ++warp) {
-      const SharedAddress state = warp * Shape::kWarpBytes;
+      const SharedAddress state = states + warp * Shape::kWarpBytes;
       const Decay<Shape::kScaled> decay(load_shared<float>(state + m_at) - base);
       const float factor = decay.whole;
       const Float4 part = load_shared<Float4>(state + (row * Shape::kStateStride + channel) * 4);

@@ -34,6 +34,7 @@ struct Word {
 struct Copy {
   uint32_t to;
   const void* from;
+  uint32_t size_bytes;
   bool valid;
 };
 
@@ -278,11 +279,11 @@ bool Machine::may_touch(const void* at, uint32_t size_bytes) {
 }
 
 void Machine::land(const Copy& copy) {
-  write(copy.to, 16, false);
+  write(copy.to, copy.size_bytes, false);
   if (copy.valid) {
-    std::memcpy(&shared[copy.to], copy.from, 16);
+    std::memcpy(&shared[copy.to], copy.from, copy.size_bytes);
   } else {
-    std::memset(&shared[copy.to], 0, 16);
+    std::memset(&shared[copy.to], 0, copy.size_bytes);
   }
 }
 
@@ -435,14 +436,14 @@ bool any_lane(bool value) {
   return mine.result;
 }
 
-void copy_async_16(uint32_t to, const void* from, bool valid) {
+void copy_async(uint32_t to, const void* from, uint32_t size_bytes, bool valid) {
   Machine& m = *machine;
-  if (!m.in_shared(to, 16, 16) || (valid && !m.may_touch(from, 16))) {
+  if (!m.in_shared(to, size_bytes, size_bytes) || (valid && !m.may_touch(from, size_bytes))) {
     return;
   }
-  m.write(to, 16, true);
-  std::memset(&m.shared[to], 0xff, 16);
-  m.self().uncommitted.push_back({to, from, valid});
+  m.write(to, size_bytes, true);
+  std::memset(&m.shared[to], 0xff, size_bytes);
+  m.self().uncommitted.push_back({to, from, size_bytes, valid});
 }
 
 void copy_async_commit() {

@@ -59,7 +59,7 @@ void sync_warp();
 void sync_block();
 uint64_t shuffle(uint64_t value, uint32_t lane);
 bool any_lane(bool value);
-void copy_async_16(uint32_t to, const void* from, bool valid);
+void copy_async(uint32_t to, const void* from, uint32_t size_bytes, bool valid);
 void copy_async_commit();
 void copy_async_wait(uint32_t newest);
 void load_matrix_x4(uint32_t (&to)[4], uint32_t from, bool transposed);

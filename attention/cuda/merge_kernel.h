@@ -18,9 +18,9 @@ inline constexpr uint32_t kMergeThreads = 128;
 
 // Weights [kMaxMergeSlots], then one float per warp, then partial sums of every thread.
 inline constexpr uint32_t kMergeWarps = kMergeThreads / 32;
-inline constexpr SharedAddress kMergeTops = kMaxMergeSlots * 4;
-inline constexpr SharedAddress kMergeTotals = kMergeTops + kMergeWarps * 4;
-inline constexpr SharedAddress kMergeSums = kMergeTotals + kMergeWarps * 4;
+inline constexpr uint32_t kMergeTops = kMaxMergeSlots * 4;
+inline constexpr uint32_t kMergeTotals = kMergeTops + kMergeWarps * 4;
+inline constexpr uint32_t kMergeSums = kMergeTotals + kMergeWarps * 4;
 inline constexpr uint32_t kMergeSharedBytes = kMergeSums + kMergeThreads * 16;
 static_assert(kMergeSums % 16 == 0);
 
@@ -54,6 +54,7 @@ KVM_GPU void merge_thread(const MergeParams& p) {
   static_assert(kMergeThreads % kColumns == 0);
   const Merge merge = p.merges[block_id() / p.rows];
   const uint32_t row = block_id() % p.rows;
+  const SharedAddress shared = shared_start();
   const uint32_t rows_left = merge.n_query * p.tensors.group - merge.row_first;
   if (row >= rows_left || row >= p.block_rows) {
     return;
@@ -71,7 +72,7 @@ KVM_GPU void merge_thread(const MergeParams& p) {
     }
     top = fmaxf(top, lse[i]);
   }
-  top = reduce_block<true>(top, kMergeTops);
+  top = reduce_block<true>(top, shared + kMergeTops);
   const float base = top == minus_infinity() ? 0.0f : top;
   float total = 0.0f;
 #pragma unroll
@@ -79,12 +80,12 @@ KVM_GPU void merge_thread(const MergeParams& p) {
     const uint32_t slot = i * kMergeThreads + thread_id();
     const float weight = exp2_fast((lse[i] - base) * kLog2E);
     if (slot < merge.n_slots) {
-      store_shared(slot * 4, weight);
+      store_shared(shared + slot * 4, weight);
     }
     total += weight;
   }
   // Its barrier also hands on the weights.
-  total = reduce_block<false>(total, kMergeTotals);
+  total = reduce_block<false>(total, shared + kMergeTotals);
 
   const uint32_t channel = thread_id() % kColumns * 4;
   Float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
@@ -92,15 +93,16 @@ KVM_GPU void merge_thread(const MergeParams& p) {
   for (uint32_t slot = thread_id() / kColumns; slot < merge.n_slots; slot += kGroups) {
     const uint64_t slot_row = static_cast<uint64_t>(merge.slot_first + slot) * p.block_rows + row;
     const Float4 part = load_global<Float4>(p.partial_o + slot_row * kDim + channel);
-    const float weight = load_shared<float>(slot * 4);
+    const float weight = load_shared<float>(shared + slot * 4);
     sum = {sum.x + weight * part.x, sum.y + weight * part.y, sum.z + weight * part.z,
            sum.w + weight * part.w};
   }
-  store_shared(kMergeSums + thread_id() * 16, sum);
+  store_shared(shared + kMergeSums + thread_id() * 16, sum);
   sync_block();
   if (thread_id() < kColumns) {
     for (uint32_t group = 1; group < kGroups; ++group) {
-      const Float4 part = load_shared<Float4>(kMergeSums + (group * kColumns + thread_id()) * 16);
+      const Float4 part =
+          load_shared<Float4>(shared + kMergeSums + (group * kColumns + thread_id()) * 16);
       sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
     }
     // A total that is not a number says that the row saw one.

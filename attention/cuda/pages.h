@@ -9,7 +9,7 @@
 namespace kvm::attention::gpu {
 
 KVM_GPU uint32_t divide(const Divider& by, uint32_t n) {
-  return static_cast<uint32_t>((static_cast<uint64_t>(n) * by.multiplier) >> by.shift);
+  return static_cast<uint32_t>((static_cast<uint64_t>(2 * n) * by.multiplier) >> 32) >> by.shift;
 }
 
 // The list token that token `token` of a request is.
@@ -18,11 +18,17 @@ KVM_GPU uint32_t list_token(const Request& request, uint32_t token) {
                                  : request.second + (token - request.n_first);
 }
 
+// Returns the address of the layer's part of a page: its row of K of head 0, token 0.
+KVM_GPU uint8_t* page_of(const PagePool& pool, const PageClass& of, uint32_t entry) {
+  return pool.segments[entry >> kEntrySlotBits] +
+         static_cast<uint64_t>(entry & kEntrySlotMask) * static_cast<uint32_t>(of.page_bytes) +
+         of.layer_offset_bytes;
+}
+
 // Returns the address of the row of K of head 0 in row `row` of a page.
 KVM_GPU uint8_t* page_row(const PagePool& pool, const PageClass& of, uint32_t entry, uint32_t row,
                           uint32_t row_bytes) {
-  return pool.segments[entry >> kEntrySlotBits] + (entry & kEntrySlotMask) * of.page_bytes +
-         of.layer_offset_bytes + static_cast<uint64_t>(row) * row_bytes;
+  return page_of(pool, of, entry) + static_cast<uint64_t>(row) * row_bytes;
 }
 
 // A RowPlace says where row `row` of a request lies in the query and output tensors.

@@ -35,10 +35,11 @@ inline constexpr uint32_t kMaxListTokens = 1u << 31;
 inline constexpr uint32_t kMaxMergeSlots = 1024;
 
 // A Divider computes n / divisor for n < 2^31, without a division: Granlund and Montgomery,
-// "Division by invariant integers using multiplication", 1994.
+// "Division by invariant integers using multiplication", 1994. It is the upper half of the product
+// 2 n * multiplier, shifted: one instruction multiplies so.
 struct Divider {
   uint32_t multiplier = 1u << 31;
-  uint32_t shift = 31;
+  uint32_t shift = 0;
   uint32_t divisor = 1;
 };
 
@@ -49,12 +50,12 @@ constexpr Divider make_divider(uint32_t divisor) {
     ++bits;
   }
   const uint64_t numerator = uint64_t{1} << (31 + bits);
-  return {static_cast<uint32_t>((numerator + divisor - 1) / divisor), 31 + bits, divisor};
+  return {static_cast<uint32_t>((numerator + divisor - 1) / divisor), bits, divisor};
 }
 
 // A PageClass says how pages of one head class lie.
 struct PageClass {
-  uint64_t page_bytes = 0;
+  uint64_t page_bytes = 0;         // LIMIT: below 4 GiB
   uint64_t v_offset_bytes = 0;     // from a row of K to the same row of V
   uint32_t head_stride_bytes = 0;  // from head to head inside a plane
   uint32_t heads_first = 0;        // into PagePool::heads
@@ -149,8 +150,7 @@ struct DecodeParams {
   float* partial_o = nullptr;
   float* partial_lse = nullptr;
   float scale_log2 = 1.0f;  // softmax scale times log2(e)
-  // Soft cap c of logits, c * tanh(logit / c): c times log2(e), 0 for none; and 2 / c times
-  // scale_log2.
+  // Soft cap c of logits, c * tanh(logit / c): c times log2(e), 0 for none; and 2 / c.
   float softcap_log2 = 0.0f;
   float softcap_rate = 0.0f;
 };
@@ -159,7 +159,7 @@ struct DecodeParams {
 inline void set_scale(DecodeParams* params, float scale, float softcap) {
   params->scale_log2 = scale * std::numbers::log2e_v<float>;
   params->softcap_log2 = softcap * std::numbers::log2e_v<float>;
-  params->softcap_rate = softcap == 0.0f ? 0.0f : 2.0f * params->scale_log2 / softcap;
+  params->softcap_rate = softcap == 0.0f ? 0.0f : 2.0f / softcap;
 }
 
 struct MergeParams {

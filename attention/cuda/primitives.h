@@ -7,12 +7,14 @@
 //
 //   thread_id(), lane_id(), block_id()
 //   warp_id()                                    whole warps, converged: it is a shuffle
+//   shared_start()                               of the block's dynamic shared memory
 //   sync_warp(), sync_block()
 //     SYNC: shared memory written before by any thread of the warp (the block) is visible after.
 //     Nothing else orders shared memory: not a shuffle, not a matrix instruction.
 //   shuffle(value, lane), shuffle_xor(value, mask), any_lane(bool)      whole warps, converged
-//   copy_async_16(SharedAddress, const void*, bool valid)
+//   copy_async_16(SharedAddress, const void*), copy_async_16(SharedAddress, const void*, bool valid)
 //     16 bytes from global to shared memory, zeros where not valid; both aligned to 16.
+//   copy_async_4(SharedAddress, const void*, bool valid)           4 bytes likewise, aligned to 4
 //   copy_async_commit(), copy_async_wait<n>()
 //     SYNC: after the wait, all but the newest n committed groups of this thread have landed, for
 //     this thread; sync_warp or sync_block hands them on.
@@ -28,7 +30,8 @@
 //   rounded_quotient                             of floats, nearest even, whatever follows
 //   exp2_fast, log2_fast                         2 ulp; exp2_fast(-inf) = 0, log2_fast(0) = -inf
 //   reciprocal_fast                              1 ulp
-//   store_shared, load_shared                    float, Float2, Float4
+//   product_or_zero(weight, scale)               0 where the weight is, also if the scale is a NaN
+//   store_shared, load_shared                    uint32_t, float, Float2, Float4
 //   load_global<T>, store_global<T>              T of 1 to 16 bytes, aligned
 #ifndef KVM_ATTENTION_CUDA_PRIMITIVES_H_
 #define KVM_ATTENTION_CUDA_PRIMITIVES_H_
@@ -43,7 +46,7 @@ enum class Element : uint32_t { kBf16, kF16, kI8, kF8 };
 template <Element kElement>
 inline constexpr bool kIsScaled = kElement == Element::kI8 || kElement == Element::kF8;
 
-// Bytes from the start of the block's dynamic shared memory.
+// An address that instructions take, from shared_start() on, which is a multiple of 128.
 using SharedAddress = uint32_t;
 
 struct alignas(8) Float2 {

@@ -37,8 +37,16 @@ KVM_GPU float shuffle(float value, uint32_t lane) {
 KVM_GPU float shuffle_xor(float value, uint32_t mask) { return shuffle(value, lane_id() ^ mask); }
 KVM_GPU bool any_lane(bool value) { return emulator::any_lane(value); }
 
+KVM_GPU SharedAddress shared_start() { return 0; }
+
 KVM_GPU void copy_async_16(SharedAddress to, const void* from, bool valid) {
-  emulator::copy_async_16(to, from, valid);
+  emulator::copy_async(to, from, 16, valid);
+}
+KVM_GPU void copy_async_16(SharedAddress to, const void* from) {
+  emulator::copy_async(to, from, 16, true);
+}
+KVM_GPU void copy_async_4(SharedAddress to, const void* from, bool valid) {
+  emulator::copy_async(to, from, 4, valid);
 }
 KVM_GPU void copy_async_commit() { emulator::copy_async_commit(); }
 template <uint32_t kNewest>
@@ -102,6 +110,9 @@ KVM_GPU uint32_t pack(float low, float high) {
 KVM_GPU float exp2_fast(float x) { return std::exp2(x); }
 KVM_GPU float log2_fast(float x) { return std::log2(x); }
 KVM_GPU float reciprocal_fast(float x) { return 1.0f / x; }
+KVM_GPU float product_or_zero(float weight, float scale) {
+  return weight == 0.0f ? weight : weight * scale;
+}
 
 template <class T>
 KVM_GPU void store_shared(SharedAddress at, T value) {

@@ -30,14 +30,24 @@ KVM_GPU unsigned char* shared_bytes() {
   extern __shared__ __align__(128) unsigned char kvm_shared_memory[];
   return kvm_shared_memory;
 }
-// Converts to what PTX calls an address in the shared window.
-KVM_GPU uint32_t shared_window(SharedAddress at) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes())) + at;
+// Several instructions: to be called once, not for each access.
+KVM_GPU SharedAddress shared_start() {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes()));
 }
 
 KVM_GPU void copy_async_16(SharedAddress to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared_window(to)),
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
+               : "memory");
+}
+KVM_GPU void copy_async_16(SharedAddress to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+KVM_GPU void copy_async_4(SharedAddress to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(valid ? 4 : 0)
                : "memory");
 }
 KVM_GPU void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
@@ -49,13 +59,13 @@ KVM_GPU void copy_async_wait() {
 KVM_GPU void load_matrix_x4(uint32_t (&to)[4], SharedAddress from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_window(from))
+               : "r"(from)
                : "memory");
 }
 KVM_GPU void load_matrix_x4_transposed(uint32_t (&to)[4], SharedAddress from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_window(from))
+               : "r"(from)
                : "memory");
 }
 
@@ -108,8 +118,15 @@ KVM_GPU void widen(uint32_t bytes, uint32_t (&to)[2]) {
         : "r"(permute_bytes<0x4342>(biased, kThousand)), "r"(kBias));
   } else {
 #if __CUDA_ARCH__ >= 890
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(to[0]) : "h"(static_cast<uint16_t>(bytes)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(to[1]) : "h"(static_cast<uint16_t>(bytes >> 16)));
+    // With the halves taken apart here the instruction reads them where they are.
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}\n"
+        : "=r"(to[0]), "=r"(to[1])
+        : "r"(bytes));
 #else
     // Exponent and mantissa moved to where fp16 has them; its exponents count from 8 less.
     const uint32_t halves[2] = {permute_bytes<0x1404>(bytes, 0), permute_bytes<0x3424>(bytes, 0)};
@@ -149,13 +166,24 @@ KVM_GPU float reciprocal_fast(float x) {
   return y;
 }
 
+KVM_GPU float product_or_zero(float weight, float scale) {
+  asm("{\n"
+      ".reg .pred seen;\n"
+      "setp.neu.f32 seen, %0, 0f00000000;\n"
+      "@seen mul.f32 %0, %0, %1;\n"
+      "}\n"
+      : "+f"(weight)
+      : "f"(scale));
+  return weight;
+}
+
 template <class T>
 KVM_GPU void store_shared(SharedAddress at, T value) {
-  *reinterpret_cast<T*>(shared_bytes() + at) = value;
+  *static_cast<T*>(__cvta_shared_to_generic(at)) = value;
 }
 template <class T>
 KVM_GPU T load_shared(SharedAddress at) {
-  return *reinterpret_cast<const T*>(shared_bytes() + at);
+  return *static_cast<const T*>(__cvta_shared_to_generic(at));
 }
 template <class T>
 KVM_GPU T load_global(const void* from) {

@@ -142,6 +142,16 @@ std::vector<CaseSpec> all_cases() {
          .page_tokens = page,
          .lengths = {page * 2, 177, 300}});
   }
+  // Tiles across the edges of pages, within one, and with both runs of a request in one page.
+  add({.name = "runs in a page",
+       .classes = {{.n_heads = 2, .sinks = 4, .window = 100}},
+       .lengths = {150, 131}});
+  add({.name = "runs in a page",
+       .dim = 64,
+       .page_tokens = 1000,
+       .classes = {{.n_heads = 1}, {.n_heads = 1, .sinks = 21, .window = 77}},
+       .lengths = {300, 105}});
+  add({.name = "split inside pages", .page_tokens = 48, .lengths = {500}, .blocks = 3});
   // Head classes: heads that keep everything beside heads that keep sinks and a window.
   add({.name = "classes",
        .group = 4,
@@ -365,6 +375,35 @@ std::vector<CaseSpec> all_cases() {
          .lengths = {1, 2, 3, 0},
          .weights = Weights::kHidden});
     add({.name = "peaked", .codec = codec, .lengths = {900}, .blocks = 2, .q_size = 10.0f});
+    // Scales lie two in a word: planes, heads, pages and windows that begin in the middle of one.
+    for (const uint32_t page : {1u, 3u, 16u, 33u, 48u, 101u, 1000u}) {
+      add({.name = "scales",
+           .codec = codec,
+           .dim = page % 3 == 0   ? 128u
+                  : page % 2 == 0 ? 64u
+                                  : 256u,
+           .page_tokens = page,
+           .classes = {{.n_heads = 3}},
+           .lengths = {page % 100 * 2, 177},
+           .uneven = true});
+    }
+    for (const uint32_t window : {40u, 77u}) {
+      add({.name = "scales of windows",
+           .codec = codec,
+           .dim = window == 40 ? 64u : 128u,
+           .page_tokens = 64,
+           .classes = {{.n_heads = 1, .sinks = 5, .window = window},
+                       {.n_heads = 2, .sinks = 4, .window = window + 60}},
+           .lengths = {333, 150, 95},
+           .blocks = 2,
+           .uneven = true});
+    }
+    add({.name = "capped inside pages",
+         .codec = codec,
+         .group = 8,
+         .lengths = {330},
+         .softcap = 2.0f,
+         .q_size = 4.0f});
   }
   return cases;
 }

@@ -98,7 +98,8 @@ TEST(Divider, DividesEveryTokenByEveryPageSize) {
   for (uint32_t divisor = 1; divisor <= 5000; divisor += divisor < 300 ? 1 : 97) {
     const Divider by = make_divider(divisor);
     const auto check = [&](uint32_t n) {
-      ASSERT_EQ((uint64_t{n} * by.multiplier) >> by.shift, n / divisor) << n << " / " << divisor;
+      ASSERT_EQ((uint64_t{2 * n} * by.multiplier >> 32) >> by.shift, n / divisor)
+          << n << " / " << divisor;
     };
     for (int i = 0; i < 200; ++i) {
       const uint32_t n = static_cast<uint32_t>(random()) % kMaxListTokens;
