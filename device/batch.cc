@@ -32,6 +32,9 @@ namespace {
 // Changes of the page table that go in one message, and runs that they may make.
 constexpr uint32_t kEntriesAtOnce = 16384;
 constexpr uint32_t kEntryRunsAtOnce = 8192;
+// Blocks of captured launches, which take what there is in turn.
+constexpr uint32_t kAppendBlocksPerSm = 16;
+constexpr uint32_t kMergeBlocksPerSm = 8;
 constexpr uint64_t kAlign = 256;
 
 std::string number(uint64_t n) { return std::to_string(n); }
@@ -195,6 +198,8 @@ void Batch::lay_out() {
     kind.merges_at = take_changing(uint64_t{kind.merge_capacity} * sizeof(Merge));
     kind.tokens_at = take_changing(uint64_t{kind.token_capacity} * sizeof(AppendToken));
     kind.heads_at = take_changing(round_up(kind.heads.size() * sizeof(uint16_t), 4));
+    kind.n_merges_at = take_changing(sizeof(uint32_t));
+    kind.n_tokens_at = take_changing(sizeof(uint32_t));
   }
   tree_at_ = take_changing(uint64_t{options_.max_query_rows} * sizeof(uint64_t));
   slot_bytes_ = round_up(Message::bytes_for(max_runs_, max_words_), 4096);
@@ -340,10 +345,6 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
 // The device may have anything now.
 void Batch::forget_device() {
   std::fill(places_.begin(), places_.end(), Place{});
-  for (Kind& kind : kinds_) {
-    kind.merges_written = kind.merge_capacity;
-    kind.tokens_written = kind.token_capacity;
-  }
   heads_written_ = false;
 }
 
@@ -477,18 +478,13 @@ Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* m
   idle.request.n_query = 0;
   std::fill(work + plan.n_blocks, work + blocks_, idle);
   message->end(kind->work_at, work + plan.n_work);
-  // Likewise merges.
-  const auto n_merges = static_cast<uint32_t>(merges_.size());
-  Merge no_merge;
-  no_merge.n_query = 0;
-  merges_.resize(std::max(n_merges, kind->merges_written), no_merge);
   std::copy(merges_.begin(), merges_.end(), message->add<Merge>(kind->merges_at, merges_.size()));
   kind->n_blocks = plan.n_blocks;
-  kind->n_merges = kind->merges_written = n_merges;
+  kind->n_merges = static_cast<uint32_t>(merges_.size());
+  *message->add<uint32_t>(kind->n_merges_at, 1) = kind->n_merges;
   return Status::ok();
 }
 
-// And tokens to append.
 void Batch::add_tokens(Kind* kind, std::span<const BatchItem> items, Message* message) {
   AppendToken* const tokens = message->next<AppendToken>();
   uint32_t n = 0;
@@ -504,12 +500,9 @@ void Batch::add_tokens(Kind* kind, std::span<const BatchItem> items, Message* me
       }
     }
   }
-  if (n < kind->tokens_written) {
-    std::fill(tokens + n, tokens + kind->tokens_written,
-              AppendToken{attention::gpu::kNoToken, 0, 0, 0});
-  }
-  message->end(kind->tokens_at, tokens + std::max(n, kind->tokens_written));
-  kind->n_tokens = kind->tokens_written = n;
+  message->end(kind->tokens_at, tokens + n);
+  kind->n_tokens = n;
+  *message->add<uint32_t>(kind->n_tokens_at, 1) = n;
 }
 
 void Batch::add_heads(Message* message) {
@@ -638,11 +631,10 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   }
   KVM_TRY(check_current());
   KVM_TRY_ASSIGN(const bool captured, store_->driver().is_capturing(stream));
-  const uint64_t n_rows = captured ? options_.max_append : append_rows_;
   const uint64_t n_heads = space_->layers[layer].n_kv_heads;
   uint64_t row = 0, head = 0, row_v = 0, head_v = 0;
-  KVM_TRY(check_tensor("k", k, n_rows, n_heads, space_->dim, 16, &row, &head));
-  KVM_TRY(check_tensor("v", v, n_rows, n_heads, space_->dim, 16, &row_v, &head_v));
+  KVM_TRY(check_tensor("k", k, append_rows_, n_heads, space_->dim, 16, &row, &head));
+  KVM_TRY(check_tensor("v", v, append_rows_, n_heads, space_->dim, 16, &row_v, &head_v));
   if (k.dtype != v.dtype || row != row_v || head != head_v) {
     return invalid("k and v have different dtypes or strides");
   }
@@ -657,7 +649,11 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   params.tokens = reinterpret_cast<const AppendToken*>(device_ + kind.tokens_at);
   params.dtype = k.dtype;
   params.dim = space_->dim;
-  const uint32_t n_tokens = captured ? kind.token_capacity : kind.n_tokens;
+  params.n_tokens = reinterpret_cast<const uint32_t*>(device_ + kind.n_tokens_at);
+  // A captured launch serves any number of them.
+  const uint32_t n_tokens =
+      captured ? std::min(kind.token_capacity, kAppendBlocksPerSm * store_->driver().facts().n_sms)
+               : kind.n_tokens;
   if (n_tokens == 0) {
     return Status::ok();
   }
@@ -742,6 +738,7 @@ MergeParams Batch::merge_params(const Kind& kind,
   MergeParams merge;
   merge.tensors = tensors;
   merge.merges = reinterpret_cast<const Merge*>(device_ + kind.merges_at);
+  merge.n_merges = reinterpret_cast<const uint32_t*>(device_ + kind.n_merges_at);
   merge.partial_o = reinterpret_cast<float*>(device_ + partial_o_at_);
   merge.partial_lse = reinterpret_cast<float*>(device_ + partial_lse_at_);
   merge.rows = kind.merge_rows;
@@ -757,10 +754,12 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   Driver& driver = store_->driver();
   KVM_TRY_ASSIGN(const bool captured, driver.is_capturing(stream));
   attention::gpu::AttendTensors tensors;
-  KVM_TRY(resolve_tensors(call, captured ? options_.max_query_rows : query_rows_, &tensors));
+  KVM_TRY(resolve_tensors(call, query_rows_, &tensors));
   const Kind& kind = kinds_[kind_of_layer_[call.layer]];
   const uint32_t n_blocks = captured ? blocks_ : kind.n_blocks;
-  const uint32_t n_merges = captured ? kind.merge_capacity : kind.n_merges;
+  const auto most_merges =
+      static_cast<uint32_t>(div_up(kMergeBlocksPerSm * driver.facts().n_sms, kind.merge_rows));
+  const uint32_t n_merges = captured ? std::min(kind.merge_capacity, most_merges) : kind.n_merges;
   if (n_blocks != 0) {
     KVM_TRY(driver.decode(kernel_, decode_params(call, kind, tensors), n_blocks, stream));
     ++n_launches_;

@@ -112,10 +112,9 @@ class Batch {
     uint32_t token_capacity = 0;
     uint32_t merge_rows = 0;
     uint64_t work_at = 0, merges_at = 0, tokens_at = 0, heads_at = 0;  // in device memory
+    uint64_t n_merges_at = 0, n_tokens_at = 0;
     // Counts of the last update.
     uint32_t n_blocks = 0, n_merges = 0, n_tokens = 0;
-    // What the device has: merges and tokens up to here may be others than idle ones.
-    uint32_t merges_written = 0, tokens_written = 0;
   };
   // A Place is what the table says of an item.
   struct Place {

@@ -41,9 +41,10 @@
  *    graph, on streams that are ordered.
  *  - Fixed by the capture: the batch, the layer, addresses and strides of k, v, q, o, lse and
  *    log-weights, scale. Free: which sequences, how many up to max_items, how many tokens each
- *    appends and queries, trees, their rows up to those of the batch (max_append, max_query_rows):
- *    the tensors of a captured call must have that many. A batch is captured after its first
+ *    appends and queries, trees, which rows of the tensors. A batch is captured after its first
  *    update, for which one without items will do.
+ *  - One batch serves graphs of several sizes, and steps that no graph has: a graph is launched
+ *    after an update whose rows (append_row, query_row) the tensors have that it was captured with.
  *  - Pages are reserved by kvm_cuda_update, so a launch never lacks memory.
  *  - Launching a graph after something has happened to the batch's sequences (truncate, free,
  *    spill, an update of another batch) without an update in between reads pages that are no longer

@@ -92,13 +92,9 @@ KVM_GPU Word2 encode_row(const float (&x)[8], uint32_t lanes, uint32_t* scale_bi
   return {words[0], words[1]};
 }
 
-// Does the work of one thread of one block. REQUIRES: for rows of bytes, dim of 64, 128 or 256.
+// Does the work of one thread for one token.
 template <Element kElement>
-KVM_GPU void append_thread(const AppendParams& p) {
-  const AppendToken token = p.tokens[block_id()];
-  if (token.table == kNoToken) {
-    return;
-  }
+KVM_GPU void append_token(const AppendParams& p, const AppendToken& token) {
   const PageClass& of = p.pool.classes[token.page_class];
   const uint32_t row_chunks = p.dim / 8, chunks = of.n_heads * row_chunks;
   const uint32_t entry = load_global<uint32_t>(p.page_table + token.table);
@@ -137,6 +133,15 @@ KVM_GPU void append_thread(const AppendParams& p) {
       store_global(to, load_converted<kElement>(p.k, p.dtype, element));
       store_global(to + of.v_offset_bytes, load_converted<kElement>(p.v, p.dtype, element));
     }
+  }
+}
+
+// Does the work of one thread of one block. REQUIRES: for rows of bytes, dim of 64, 128 or 256.
+template <Element kElement>
+KVM_GPU void append_thread(const AppendParams& p) {
+  const uint32_t n = p.n_tokens != nullptr ? load_global<uint32_t>(p.n_tokens) : block_count();
+  for (uint32_t i = block_id(); i < n; i += block_count()) {
+    append_token<kElement>(p, p.tokens[i]);
   }
 }
 

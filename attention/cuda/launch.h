@@ -33,6 +33,8 @@ bool decode_shape(const DecodeKernel& kernel, Residency* out);
 // n_blocks: of the plan; nothing is launched for 0.
 cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
                           cudaStream_t stream);
+// n_merges, n_tokens: for so many there are blocks; where params count them on the device there may
+// be more.
 cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
                          cudaStream_t stream);
 // codec: of the pages.

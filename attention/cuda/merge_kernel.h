@@ -46,19 +46,13 @@ KVM_GPU float reduce_block(float value, SharedAddress scratch) {
   return all;
 }
 
-// Does the work of one thread of the block.
+// Does the work of one thread for one row of one merge.
 template <uint32_t kDim>
-KVM_GPU void merge_thread(const MergeParams& p) {
+KVM_GPU void merge_row(const MergeParams& p, const Merge& merge, uint32_t row) {
   constexpr uint32_t kColumns = kDim / 4;
   constexpr uint32_t kGroups = kMergeThreads / kColumns;
   static_assert(kMergeThreads % kColumns == 0);
-  const Merge merge = p.merges[block_id() / p.rows];
-  const uint32_t row = block_id() % p.rows;
   const SharedAddress shared = shared_start();
-  const uint32_t rows_left = merge.n_query * p.tensors.group - merge.row_first;
-  if (row >= rows_left || row >= p.block_rows) {
-    return;
-  }
 
   float lse[kMaxMergeSlots / kMergeThreads];
   float top = minus_infinity();
@@ -114,6 +108,27 @@ KVM_GPU void merge_thread(const MergeParams& p) {
     if (thread_id() == 0) {
       store_lse(p.tensors, at, total != 0.0f ? top + log2_fast(total) * kLn2 : minus_infinity());
     }
+  }
+}
+
+// Does the work of one thread of one block.
+template <uint32_t kDim>
+KVM_GPU void merge_thread(const MergeParams& p) {
+  const uint32_t n_rows =
+      p.n_merges != nullptr ? load_global<uint32_t>(p.n_merges) * p.rows : block_count();
+  bool again = false;
+  for (uint32_t i = block_id(); i < n_rows; i += block_count()) {
+    const Merge merge = p.merges[i / p.rows];
+    const uint32_t row = i % p.rows;
+    const uint32_t rows_left = merge.n_query * p.tensors.group - merge.row_first;
+    if (row >= rows_left || row >= p.block_rows) {
+      continue;  // the whole block
+    }
+    if (again) {
+      sync_block();  // somebody may still read what the row before left
+    }
+    again = true;
+    merge_row<kDim>(p, merge, row);
   }
 }
 

@@ -164,7 +164,10 @@ inline void set_scale(DecodeParams* params, float scale, float softcap) {
 
 struct MergeParams {
   AttendTensors tensors;
-  const Merge* merges = nullptr;  // block b takes merge b / rows, row b % rows
+  // Blocks take rows of merges in turn: row b % rows of merge b / rows. There are as many merges as
+  // *n_merges says (null: as the launch has blocks for).
+  const Merge* merges = nullptr;
+  const uint32_t* n_merges = nullptr;
   const float* partial_o = nullptr;
   const float* partial_lse = nullptr;
   uint32_t rows = 0;        // of the largest request, at most those of a block
@@ -193,13 +196,11 @@ constexpr uint32_t block_rows_for(CodecId codec, uint32_t dim, uint32_t rows) {
 // An AppendToken is one new token of one head class: its rows of all heads go to one row of one
 // page.
 struct AppendToken {
-  uint32_t table = 0;   // index of the page's entry in the page table; kNoToken: no token
+  uint32_t table = 0;   // index of the page's entry in the page table
   uint32_t row = 0;     // within the page
   uint32_t source = 0;  // token of the tensors
   uint32_t page_class = 0;
 };
-
-inline constexpr uint32_t kNoToken = UINT32_MAX;
 
 struct AppendParams {
   PagePool pool;
@@ -209,7 +210,8 @@ struct AppendParams {
   const void* v = nullptr;
   int64_t stride_token = 0;
   int64_t stride_head = 0;
-  const AppendToken* tokens = nullptr;  // block b takes token b
+  const AppendToken* tokens = nullptr;  // blocks take them in turn
+  const uint32_t* n_tokens = nullptr;   // how many there are; null: as many as blocks
   Dtype dtype = Dtype::kBf16;           // of the tensors
   uint32_t dim = 0;                     // a multiple of 8
 };

@@ -928,8 +928,6 @@ AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
       tokens.push_back({t / spec_.page_tokens * 2 + c, t % spec_.page_tokens, t, c});
     }
   }
-  // Of a launch with room for more tokens.
-  tokens.insert(tokens.begin() + 3, {kNoToken, 0, 0, 0});
   // Pages of the segment in another order than in the table.
   for (uint32_t page = 0; page < kAppendPages; ++page) {
     page_table.push_back(kAppendSegment << kEntrySlotBits | (page * 3 + 1) % kAppendPages);
@@ -938,6 +936,8 @@ AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
   for (const AppendToken& token : tokens) {
     expect_token(token);
   }
+  n_tokens = static_cast<uint32_t>(tokens.size());
+  tokens.push_back({0, 0, kAppendTokens - 1, 0});  // does not count
 }
 
 void AppendCase::make_rows(uint64_t seed) {
@@ -963,9 +963,6 @@ void AppendCase::make_rows(uint64_t seed) {
 }
 
 void AppendCase::expect_token(const AppendToken& token) {
-  if (token.table == kNoToken) {
-    return;
-  }
   const PageClass& of = classes_[token.page_class];
   const auto row_bytes = static_cast<uint32_t>(codecs::codec_of(spec_.to).row_bytes(spec_.dim));
   uint8_t* const page =
@@ -998,6 +995,7 @@ AppendParams AppendCase::params() const {
   params.pool.heads = heads.data();
   params.pool.page_tokens = make_divider(spec_.page_tokens);
   params.page_table = page_table.data();
+  params.n_tokens = &n_tokens;
   params.k = k.data();
   params.v = v.data();
   params.stride_token = kAppendHeads * spec_.dim;
@@ -1013,6 +1011,7 @@ std::vector<std::span<uint8_t>> AppendCase::memory() {
       {k.data(), k.size()}, {v.data(), v.size()}, {pages.data(), pages.size()}};
   append_range(&all, heads);
   append_range(&all, page_table);
+  all.emplace_back(reinterpret_cast<uint8_t*>(&n_tokens), sizeof n_tokens);
   return all;
 }
 

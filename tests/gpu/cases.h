@@ -173,6 +173,7 @@ class AppendCase {
   std::vector<uint16_t> heads;
   std::vector<uint32_t> page_table;
   std::vector<AppendToken> tokens;
+  uint32_t n_tokens = 0;  // that count: the last one does not
 
  private:
   Bytes& tensor(bool is_v) { return is_v ? v : k; }

@@ -242,6 +242,7 @@ TEST_P(DriverTest, AppendsAndAttends) {
     float k[2][kDim], v[2][kDim];
     uint16_t q[2][kDim];
     AppendToken tokens[3];
+    uint32_t n_tokens, n_merges;
     uint32_t table[8];
     Work work[2];
     Merge merges[1];
@@ -263,8 +264,10 @@ TEST_P(DriverTest, AppendsAndAttends) {
     in->q[1][i] = f32_to_bf16(i == 1 ? 3.0f : 0.0f);
   }
   in->tokens[0] = {5, 7, 0, 0};
-  in->tokens[1] = {attention::gpu::kNoToken, 0, 0, 0};
-  in->tokens[2] = {5, 8, 1, 0};
+  in->tokens[1] = {5, 8, 1, 0};
+  in->tokens[2] = {5, 8, 0, 0};  // does not count
+  in->n_tokens = 2;
+  in->n_merges = 1;
   in->table[5] = 1u << kEntrySlotBits | 1;
   for (uint32_t i = 0; i < 2; ++i) {
     Work& work = in->work[i];
@@ -288,9 +291,10 @@ TEST_P(DriverTest, AppendsAndAttends) {
   append.v = on->v;
   append.stride_token = append.stride_head = kDim;
   append.tokens = on->tokens;
+  append.n_tokens = &on->n_tokens;
   append.dtype = Dtype::kF32;
   append.dim = kDim;
-  ok(driver_->append(CodecId::kBf16, append, 3, stream_));
+  ok(driver_->append(CodecId::kBf16, append, 1, stream_));
 
   DecodeParams decode;
   decode.pool = append.pool;
@@ -314,6 +318,7 @@ TEST_P(DriverTest, AppendsAndAttends) {
   MergeParams merge;
   merge.tensors = tensors;
   merge.merges = on->merges;
+  merge.n_merges = &on->n_merges;
   merge.partial_o = decode.partial_o;
   merge.partial_lse = decode.partial_lse;
   merge.rows = 2;

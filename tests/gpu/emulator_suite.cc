@@ -151,7 +151,9 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
   }
   Merge merge;
   merge.n_slots = n_slots;
+  uint32_t n_merges = 1;
   MergeParams params;
+  params.n_merges = &n_merges;
   params.tensors.o = o.data();
   params.tensors.o_stride_head = dim;
   params.tensors.lse = lse.data();
@@ -165,9 +167,14 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
   const auto bytes = [](std::vector<float>& of) {
     return std::span(reinterpret_cast<uint8_t*>(of.data()), of.size() * sizeof(float));
   };
-  const std::vector<std::span<uint8_t>> memory = {bytes(partial_o), bytes(partial_lse), bytes(o),
-                                                  bytes(lse)};
-  launch("merge", kRows, kMergeThreads, kMergeSharedBytes, memory, [&] {
+  const std::vector<std::span<uint8_t>> memory = {
+      bytes(partial_o),
+      bytes(partial_lse),
+      bytes(o),
+      bytes(lse),
+      {reinterpret_cast<uint8_t*>(&n_merges), sizeof n_merges}};
+  // Fewer blocks than rows.
+  launch("merge", kRows / 2 + 1, kMergeThreads, kMergeSharedBytes, memory, [&] {
     dim == 64    ? merge_thread<64>(params)
     : dim == 128 ? merge_thread<128>(params)
                  : merge_thread<256>(params);
@@ -194,7 +201,8 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
 void Suite::append(const AppendSpec& spec) {
   AppendCase one(spec, seed_);
   const AppendParams params = one.params();
-  launch("append", static_cast<uint32_t>(one.tokens.size()), kAppendThreads, 0, one.memory(), [&] {
+  // Fewer blocks than tokens.
+  launch("append", one.n_tokens / 2 + 1, kAppendThreads, 0, one.memory(), [&] {
     visit_element(spec.to, [&]<class Tag>(Tag) { append_thread<Tag::kElement>(params); });
   });
   conclude(one.name(), one.right(), 0, 0);

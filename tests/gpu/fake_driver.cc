@@ -605,7 +605,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
 
 void FakeDriver::plain_merge(uint32_t dim, const MergeParams& p, uint32_t n_merges) {
   std::vector<double> o(dim);
-  for (uint32_t m = 0; m < n_merges; ++m) {
+  for (uint32_t m = 0; m < (p.n_merges != nullptr ? *p.n_merges : n_merges); ++m) {
     const Merge& merge = p.merges[m];
     const uint32_t n_rows = merge.n_query * p.tensors.group;
     for (uint32_t row = 0; row < p.rows && merge.row_first + row < n_rows && row < p.block_rows;
