@@ -53,6 +53,14 @@ Status check_range(const char* name, uint64_t value, uint64_t most) {
   return Status::ok();
 }
 
+Status check_positions(uint64_t begin, uint64_t end) {
+  if (begin >= end) {
+    return invalid("begin is " + std::to_string(begin) + " and end " + std::to_string(end) +
+                   "; begin must be below");
+  }
+  return Status::ok();
+}
+
 Status check_buffer(const char* name, const kvm_buffer& buffer, bool required) {
   const bool none = buffer.kind == KVM_BUFFER_NONE && buffer.where == 0 && buffer.size == 0;
   if (buffer.region != 0 || (buffer.kind != KVM_BUFFER_DEVICE && (required || !none)) ||
@@ -217,14 +225,42 @@ kvm_status kvm_cuda_attend(kvm_cuda_batch* batch, const kvm_cuda_attend_params* 
 kvm_status kvm_cuda_spill(kvm_client* client, kvm_seq_id seq, kvm_cuda_stream stream) {
   return guarded([&]() -> Status {
     KVM_TRY_ASSIGN(const auto device, device_client(client));
-    return device->spill(seq, stream);
+    return device->spill(seq, 0, UINT64_MAX, stream);
   });
 }
 
 kvm_status kvm_cuda_fetch(kvm_client* client, kvm_seq_id seq, kvm_cuda_stream stream) {
   return guarded([&]() -> Status {
     KVM_TRY_ASSIGN(const auto device, device_client(client));
-    return device->fetch(seq, stream);
+    return device->fetch(seq, 0, UINT64_MAX, stream);
+  });
+}
+
+kvm_status kvm_cuda_spill_range(kvm_client* client, kvm_seq_id seq, uint64_t begin, uint64_t end,
+                                kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(const auto device, device_client(client));
+    KVM_TRY(check_positions(begin, end));
+    return device->spill(seq, begin, end, stream);
+  });
+}
+
+kvm_status kvm_cuda_fetch_range(kvm_client* client, kvm_seq_id seq, uint64_t begin, uint64_t end,
+                                kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(const auto device, device_client(client));
+    KVM_TRY(check_positions(begin, end));
+    return device->fetch(seq, begin, end, stream);
+  });
+}
+
+kvm_status kvm_cuda_get_seq_info(kvm_client* client, kvm_seq_id seq, kvm_cuda_seq_info* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(const auto device, device_client(client));
+    KVM_TRY(kvm::ipc::check_output(out, "kvm_cuda_seq_info"));
+    KVM_TRY_ASSIGN(const kvm_cuda_seq_info info, device->cuda_seq_info(seq));
+    kvm::ipc::write_struct(out, out->struct_size, info);
+    return Status::ok();
   });
 }
 

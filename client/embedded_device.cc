@@ -149,6 +149,7 @@ void DeviceService::close() {
   for (const uint64_t id : ids) {
     seqs.erase(id);
   }
+  store->finish_moves();
 }
 
 DeviceClient::DeviceClient(std::shared_ptr<DeviceService> service, uint64_t start_ns)
@@ -308,7 +309,26 @@ Result<kvm_seq_id> DeviceClient::create_seq(const SeqRequest& call) {
   return add_seq(service_->store->create(space->layout), call.space);
 }
 
+void DeviceClient::finish_moves(std::span<const kvm_seq_id> seqs) {
+  std::vector<device::MovePtr> moves;
+  {
+    const std::lock_guard lock(service_->mutex);
+    for (size_t i = 0; service_->store->has_moves() && i < seqs.size(); ++i) {
+      const Result<DeviceService::SeqRecord*> record = service_->seqs.find(seqs[i]);
+      if (record.is_ok() && record.value()->seq->moving != nullptr) {
+        moves.push_back(record.value()->seq->moving);
+      }
+    }
+  }
+  for (const device::MovePtr& move : moves) {
+    service_->store->mover()->finish(*move);
+  }
+}
+
 Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
+  if (call.verb == SeqVerb::kFork || call.verb == SeqVerb::kTruncate) {
+    finish_moves({&call.seq, 1});
+  }
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
   const bool makes = call.verb == SeqVerb::kCreate || call.verb == SeqVerb::kFork;
@@ -475,6 +495,10 @@ void DeviceClient::destroy_batch(std::unique_ptr<device::Batch> batch) {
 
 Status DeviceClient::update(device::Batch* batch, const kvm_cuda_item* items, uint32_t n_items,
                             device::Stream stream) {
+  std::vector<kvm_seq_id> seqs(n_items);
+  std::transform(items, items + n_items, seqs.begin(),
+                 [](const kvm_cuda_item& of) { return of.seq; });
+  finish_moves(seqs);
   return with_batch(batch, [&](device::Batch& of) -> Status {
     std::vector<device::BatchItem> resolved;
     resolved.reserve(n_items);
@@ -495,18 +519,38 @@ Status DeviceClient::update(device::Batch* batch, const kvm_cuda_item* items, ui
   });
 }
 
-Status DeviceClient::spill(kvm_seq_id seq, device::Stream stream) {
+Status DeviceClient::spill(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream) {
+  finish_moves({&seq, 1});
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
   KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));
-  return service_->store->spill(record->seq.get(), stream);
+  return service_->store->spill(record->seq.get(), begin, end, stream);
 }
 
-Status DeviceClient::fetch(kvm_seq_id seq, device::Stream stream) {
+Status DeviceClient::fetch(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream) {
+  finish_moves({&seq, 1});
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
   KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));
-  return service_->store->fetch(record->seq.get(), stream);
+  return service_->store->fetch(record->seq.get(), begin, end, stream);
+}
+
+Result<kvm_cuda_seq_info> DeviceClient::cuda_seq_info(kvm_seq_id seq) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));
+  const device::DeviceStore::Residence is = service_->store->residence(record->seq.get());
+  kvm_cuda_seq_info info{};
+  info.struct_size = sizeof info;
+  info.state = is.n_waiting_pages != 0
+                   ? is.lane == device::kToHost ? KVM_CUDA_SEQ_LEAVING : KVM_CUDA_SEQ_COMING
+               : is.on_host ? KVM_CUDA_SEQ_AWAY
+                            : KVM_CUDA_SEQ_HERE;
+  info.n_pages = is.n_pages;
+  info.n_host_pages = is.n_host_pages;
+  info.n_waiting_pages = is.n_waiting_pages;
+  info.failure = static_cast<uint32_t>(record->seq->failure.code());
+  return info;
 }
 
 }  // namespace kvm::client

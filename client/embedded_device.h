@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -93,13 +94,17 @@ class DeviceClient final : public Client {
     service_->n_launches += batch->n_launches() - before;
     return status;
   }
-  Status spill(kvm_seq_id seq, device::Stream stream);
-  Status fetch(kvm_seq_id seq, device::Stream stream);
+  Status spill(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream);
+  Status fetch(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream);
+  Result<kvm_cuda_seq_info> cuda_seq_info(kvm_seq_id seq);
   Result<kvm_cuda_stats> cuda_stats();
 
  private:
   kvm_seq_info describe(uint64_t id, const DeviceService::SeqRecord& record) const;
   kvm_space_info describe(uint64_t id, const DeviceService::SpaceRecord& record) const;
+  // Returns when the last moves of sequences are enqueued; what is no sequence has none.
+  // REQUIRES: not locked: calls that would wait for moves do so here, where nobody else has to.
+  void finish_moves(std::span<const kvm_seq_id> seqs);
   kvm_seq_id add_seq(std::shared_ptr<device::DeviceSequence> seq, kvm_space_id space);
   Result<kvm_seq_id> create_seq(const SeqRequest& call);
 

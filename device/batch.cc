@@ -617,7 +617,7 @@ attention::gpu::PagePool Batch::pool_of(const Kind& kind, uint32_t layer) const 
   const std::vector<ClassLayout>& classes = space_->storage(layer).classes;
   for (size_t c = 0; c < classes.size(); ++c) {
     pool.classes[c].layer_offset_bytes =
-        static_cast<uint32_t>(classes[c].part * space_->lists[classes[c].list].part_bytes);
+        static_cast<uint32_t>(classes[c].rank * space_->lists[classes[c].list].layer_bytes);
   }
   pool.heads = reinterpret_cast<const uint16_t*>(device_ + kind.heads_at);
   pool.page_tokens = attention::gpu::make_divider(kPageTokens);

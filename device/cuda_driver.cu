@@ -183,7 +183,9 @@ class CudaDriver final : public Driver {
   Result<Event> create_event() override {
     const Uncaptured current(context_);
     cudaEvent_t event = nullptr;
-    KVM_TRY(check("cudaEventCreate", cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
+    // Threads that wait for one sleep: that of copies does so most of the time.
+    const unsigned flags = cudaEventDisableTiming | cudaEventBlockingSync;
+    KVM_TRY(check("cudaEventCreate", cudaEventCreateWithFlags(&event, flags)));
     return static_cast<Event>(event);
   }
   void destroy_event(Event event) override {

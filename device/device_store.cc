@@ -2,6 +2,7 @@
 #include "device/device_store.h"
 
 #include <algorithm>
+#include <iterator>
 #include <new>
 #include <unordered_map>
 #include <utility>
@@ -18,10 +19,15 @@ using tiers::PageRef;
 
 namespace {
 
-// Copies of at least so many bytes run at the speed of the link; smaller pages are gathered first.
-constexpr uint64_t kLongPiece = uint64_t{64} << 10;
+constexpr uint32_t kNoChunk = UINT32_MAX;
 
 std::string number(uint64_t n) { return std::to_string(n); }
+
+// Bytes that one part of a sequence takes on the host, whose first page has so many: a chunk, or,
+// of pages that are longer, so many that at most an eighth of their chunks stays empty.
+uint64_t room_of_part(uint64_t page_bytes) {
+  return page_bytes <= kChunkBytes ? kChunkBytes : div_up(8 * kChunkBytes, page_bytes) * page_bytes;
+}
 
 // The list for a class of a layer, made if there is none.
 uint32_t list_of(const ClassLayout& of, SpaceLayout* space) {
@@ -38,7 +44,7 @@ uint32_t list_of(const ClassLayout& of, SpaceLayout* space) {
   list.n_sinks = of.n_sinks;
   list.n_recent = of.n_recent;
   list.slack = of.slack;
-  list.part_bytes = space->slab_class(n_heads).page_bytes();
+  list.layer_bytes = space->slab_class(n_heads).page_bytes();
   space->lists.push_back(list);
   return static_cast<uint32_t>(space->lists.size() - 1);
 }
@@ -64,6 +70,7 @@ Result<std::unique_ptr<DeviceStore>> DeviceStore::open(std::unique_ptr<Driver> d
 
 DeviceStore::DeviceStore(std::unique_ptr<Driver> driver, const DeviceStoreOptions& options)
     : driver_(std::move(driver)),
+      events_(std::make_unique<EventPool>(driver_.get())),
       pool_(std::make_unique<PagePool>(driver_.get(), options.pool_bytes)) {}
 
 Status DeviceStore::init(const DeviceStoreOptions& options) {
@@ -71,47 +78,20 @@ Status DeviceStore::init(const DeviceStoreOptions& options) {
   if (host_->n_chunks() == 0) {
     return Status::ok();
   }
-  KVM_TRY_ASSIGN(to_host_, driver_->create_stream());
-  KVM_TRY_ASSIGN(to_device_, driver_->create_stream());
-  for (uint8_t*& bounce : bounce_) {
-    KVM_TRY_ASSIGN(bounce, driver_->allocate(kChunkBytes));
-  }
+  KVM_TRY_ASSIGN(mover_, Mover::create(driver_.get(), events_.get()));
   return Status::ok();
 }
 
 DeviceStore::~DeviceStore() {
+  mover_.reset();
   // Where the device has faulted there is nothing left to wait for.
   (void)driver_->synchronize_device();
-  page_fences_.clear();
-  chunk_fences_.clear();
-  pool_.reset();
-  host_.reset();
-  for (uint8_t* const bounce : bounce_) {
-    if (bounce != nullptr) {
-      driver_->free(bounce);
-    }
-  }
-  for (const Stream stream : {to_host_, to_device_}) {
-    if (stream != nullptr) {
-      driver_->destroy_stream(stream);
-    }
-  }
-  for (const Event event : free_events_) {
-    driver_->destroy_event(event);
-  }
 }
 
-Result<EventPtr> DeviceStore::new_event() {
-  Event event = nullptr;
-  if (free_events_.empty()) {
-    free_events_.reserve(n_events_ + 1);  // so that giving them back asks for no memory
-    KVM_TRY_ASSIGN(event, driver_->create_event());
-    ++n_events_;
-  } else {
-    event = free_events_.back();
-    free_events_.pop_back();
-  }
-  return EventPtr(event, [this](Event unused) { free_events_.push_back(unused); });
+DeviceStoreCounters DeviceStore::counters() const {
+  DeviceStoreCounters counters = counters_;
+  counters.n_copies = mover_ == nullptr ? 0 : mover_->n_copies();
+  return counters;
 }
 
 Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layout) {
@@ -119,16 +99,16 @@ Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layo
   for (LayerLayout& layer : space->layers) {
     for (ClassLayout& of : layer.classes) {
       of.list = list_of(of, space.get());
-      of.part = space->lists[of.list].n_parts++;
+      of.rank = space->lists[of.list].n_layers++;
     }
   }
   for (ListLayout& list : space->lists) {
-    if (list.n_parts * list.part_bytes > UINT32_MAX) {
-      return Status(KVM_ERR_UNSUPPORTED, "64 tokens of " + number(list.n_parts) + " layers take " +
-                                             number(list.n_parts * list.part_bytes) +
+    if (list.n_layers * list.layer_bytes > UINT32_MAX) {
+      return Status(KVM_ERR_UNSUPPORTED, "64 tokens of " + number(list.n_layers) + " layers take " +
+                                             number(list.n_layers * list.layer_bytes) +
                                              " bytes; allowed are " + number(UINT32_MAX));
     }
-    KVM_TRY_ASSIGN(list.slab, pool_->open_slab(space->slab_class(list.n_heads), list.n_parts));
+    KVM_TRY_ASSIGN(list.slab, pool_->open_slab(space->slab_class(list.n_heads), list.n_layers));
   }
   return std::shared_ptr<const SpaceLayout>(std::move(space));
 }
@@ -164,8 +144,9 @@ Status DeviceStore::check_visible(const DeviceSequence& seq, uint64_t n_tokens,
   return Status::ok();
 }
 
-Result<std::shared_ptr<DeviceSequence>> DeviceStore::fork(const DeviceSequence& parent,
+Result<std::shared_ptr<DeviceSequence>> DeviceStore::fork(DeviceSequence& parent,
                                                           uint64_t n_tokens) {
+  KVM_TRY(settle(&parent));
   if (parent.on_host) {
     return Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first");
   }
@@ -193,6 +174,7 @@ Result<std::shared_ptr<DeviceSequence>> DeviceStore::fork(const DeviceSequence& 
 }
 
 Status DeviceStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
+  KVM_TRY(settle(seq));
   if (seq->on_host) {
     return Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first");
   }
@@ -229,15 +211,28 @@ void DeviceStore::forget_dropped(DeviceSequence* seq) const {
 }
 
 void DeviceStore::clear(DeviceSequence* seq) {
+  if (seq->moving != nullptr) {
+    seq->moving->is_cancelled.store(true, std::memory_order_relaxed);
+    seq->moving.reset();
+  }
+  for (Booked& booked : booked_) {
+    booked.seq = booked.seq == seq ? nullptr : booked.seq;
+  }
   for (DevicePageList& list : seq->lists) {
     for (const PageRef page : list.pages) {
       release(*seq, page);
     }
     list.pages.clear();
   }
-  if (seq->on_host) {
-    give_back_chunks(seq, seq->left);
+  for (const DeviceSequence::Part& part : seq->parts) {
+    // A fetch that still reads it fills pages of this sequence only.
+    for (const uint32_t chunk : part.chunks) {
+      keep_until(kToHost, part.written, kNoPage, chunk);
+    }
   }
+  seq->parts.clear();
+  set_on_host(seq, false);
+  seq->failure = Status::ok();
   seq->n_tokens = 0;
   mark_changed(seq);
 }
@@ -246,21 +241,40 @@ void DeviceStore::release(const DeviceSequence& seq, PageRef page) {
   if (page == kNoPage) {
     return;
   }
-  if (seq.ready == nullptr || pool_->n_refs(page) > 1) {
+  if (seq.ready == 0 || pool_->n_refs(page) > 1) {
     pool_->release(page);
-    return;
+  } else {
+    keep_until(kToDevice, seq.ready, page, kNoChunk);
   }
+}
+
+void DeviceStore::keep_until(Lane lane, uint64_t ticket, PageRef page, uint32_t chunk) {
+  std::deque<Fence>& fences = fences_[lane];
+  bool is_done = false;
   try {
-    if (page_fences_.empty() || page_fences_.back().event != seq.ready) {
-      page_fences_.push_back({seq.ready, {}, {}});
+    if (fences.empty() || fences.back().ticket != ticket) {
+      is_done = mover_->is_done(lane, ticket);
+      if (!is_done) {
+        fences.push_back({ticket, {}, {}});
+      }
     }
-    page_fences_.back().pages.push_back(page);
+    if (!is_done) {
+      page != kNoPage ? fences.back().pages.push_back(page) : fences.back().chunks.push_back(chunk);
+      return;
+    }
   } catch (const std::bad_alloc&) {
-    // Waiting needs no memory. Where the device has faulted the page is lost with it.
-    if (driver_->synchronize(seq.ready.get()).is_ok()) {
-      pool_->release(page);
+    // Waiting needs no memory. Where the driver fails, what is given back is lost with it.
+    if (!mover_->drain(lane, ticket).is_ok()) {
+      return;
     }
   }
+  page != kNoPage ? static_cast<void>(pool_->release(page)) : host_->release(chunk);
+}
+
+void DeviceStore::set_on_host(DeviceSequence* seq, bool on_host) {
+  counters_.n_spilled += on_host ? 1 : 0;
+  counters_.n_spilled -= seq->on_host ? 1 : 0;
+  seq->on_host = on_host;
 }
 
 DeviceStore::Usage DeviceStore::usage(const DeviceSequence& seq) const {
@@ -274,9 +288,11 @@ DeviceStore::Usage DeviceStore::usage(const DeviceSequence& seq) const {
       }
     }
   }
-  for (const DeviceSequence::HostPage& place : seq.host_pages) {
-    usage.n_pages += place.part == 0 ? 1 : 0;
-    usage.host_bytes += seq.space->lists[place.list].part_bytes;
+  for (const DeviceSequence::Part& part : seq.parts) {
+    for (const DeviceSequence::HostPage& place : part.places) {
+      ++usage.n_pages;
+      usage.host_bytes += pool_->slab_page_bytes(place.slab);
+    }
   }
   usage.bytes += usage.host_bytes;
   return usage;
@@ -286,7 +302,7 @@ uint64_t DeviceStore::n_dropped(const DeviceSequence& seq) const {
   uint64_t n = 0;
   for (uint32_t list = 0; list < seq.lists.size(); ++list) {
     const ListLayout& of = seq.space->lists[list];
-    n += (seq.lists[list].kept_from - of.first_droppable()) * of.n_parts;
+    n += (seq.lists[list].kept_from - of.first_droppable()) * of.n_layers;
   }
   return n;
 }
@@ -310,6 +326,9 @@ Status DeviceStore::check_growth(const Growth& growth) const {
 Status DeviceStore::begin_growth(std::span<const Growth> growths, Stream stream) {
   KVM_ASSERT(grown_.empty() && changes_.empty());
   for (const Growth& growth : growths) {
+    KVM_TRY(settle(growth.seq));
+  }
+  for (const Growth& growth : growths) {
     KVM_TRY(check_growth(growth));
   }
   collect_fences();
@@ -317,10 +336,7 @@ Status DeviceStore::begin_growth(std::span<const Growth> growths, Stream stream)
   Undo undoing([this] { undo_growth(); });
   for (const Growth& growth : growths) {
     DeviceSequence* const seq = growth.seq;
-    if (seq->ready != nullptr) {
-      KVM_TRY(driver_->wait(stream, seq->ready.get()));
-      seq->ready.reset();
-    }
+    KVM_TRY(await_pages(seq, stream));
     grown_.push_back({growth, seq->n_tokens, seq->version});
     KVM_TRY(reserve_pages(growth, stream));
     seq->n_tokens += growth.n_append;
@@ -420,39 +436,6 @@ void DeviceStore::drop_unseen(const Growth& growth, uint64_t n_before) {
   }
 }
 
-Result<PageRef> DeviceStore::allocate(uint32_t slab, Stream stream) {
-  Result<PageRef> page = pool_->allocate(slab);
-  while (!page.is_ok() && page.status().code() == KVM_ERR_NO_SPACE && !page_fences_.empty()) {
-    KVM_TRY(driver_->wait(stream, page_fences_.front().event.get()));
-    open_fence(page_fences_.front());
-    page_fences_.pop_front();
-    page = pool_->allocate(slab);
-  }
-  return page;
-}
-
-void DeviceStore::open_fence(const Fence& fence) {
-  for (const PageRef page : fence.pages) {
-    pool_->release(page);
-  }
-  for (const uint32_t chunk : fence.chunks) {
-    host_->give_back(chunk);
-  }
-}
-
-void DeviceStore::collect_fences() {
-  for (std::deque<Fence>* const fences : {&page_fences_, &chunk_fences_}) {
-    while (!fences->empty()) {
-      const Result<bool> done = driver_->is_done(fences->front().event.get());
-      if (!done.is_ok() || !done.value()) {
-        break;
-      }
-      open_fence(fences->front());
-      fences->pop_front();
-    }
-  }
-}
-
 // --- Between device and host --------------------------------------------------------------------
 
 Status DeviceStore::not_captured(Stream stream) {
@@ -465,227 +448,467 @@ Status DeviceStore::not_captured(Stream stream) {
                   : Status::ok();
 }
 
-Status DeviceStore::take_chunks(uint64_t n, std::vector<uint32_t>* out) {
-  while (host_->n_free() < n && !chunk_fences_.empty()) {
-    KVM_TRY(driver_->wait(to_host_, chunk_fences_.front().event.get()));
-    open_fence(chunk_fences_.front());
-    chunk_fences_.pop_front();
-  }
-  if (host_->n_free() < n) {
-    return Status(KVM_ERR_NO_SPACE, "the sequence takes " + number(n * kChunkBytes) +
-                                        " bytes of host memory; free are " +
-                                        number(host_->n_free() * kChunkBytes) + " of " +
-                                        number(host_->n_chunks() * kChunkBytes));
-  }
-  for (uint64_t i = 0; i < n; ++i) {
-    out->push_back(host_->take());
-  }
-  return Status::ok();
+Result<EventPtr> DeviceStore::record_now(Stream stream) {
+  KVM_TRY_ASSIGN(EventPtr event, events_->take());
+  KVM_TRY(driver_->record(event.get(), stream));
+  return event;
 }
 
-void DeviceStore::give_back_chunks(DeviceSequence* seq, EventPtr event) {
-  if (!seq->chunks.empty()) {
-    chunk_fences_.push_back({std::move(event), {}, std::move(seq->chunks)});
+Result<PageRef> DeviceStore::allocate(uint32_t slab, Stream stream) {
+  Result<PageRef> page = pool_->allocate(slab);
+  while (!page.is_ok() && page.status().code() == KVM_ERR_NO_SPACE &&
+         (!fences_[kToHost].empty() || !fences_[kToDevice].empty())) {
+    const Lane lane = fences_[kToHost].empty() ? kToDevice : kToHost;
+    const Status waited = mover_->wait(stream, lane, fences_[lane].front().ticket);
+    if (waited.is_ok()) {
+      open_fence(fences_[lane].front());
+      fences_[lane].pop_front();
+    } else if (mover_->is_failed()) {
+      collect_fences();
+    } else {
+      return waited;
+    }
+    page = pool_->allocate(slab);
   }
-  seq->chunks.clear();
-  seq->host_pages.clear();
-  seq->left.reset();
-  seq->on_host = false;
-  --counters_.n_spilled;
+  return page;
 }
 
-Status DeviceStore::spill(DeviceSequence* seq, Stream stream) {
-  KVM_TRY(not_captured(stream));
-  if (seq->on_host) {
-    return Status::ok();
+void DeviceStore::open_fence(const Fence& fence) {
+  for (const PageRef page : fence.pages) {
+    pool_->release(page);
   }
-  collect_fences();
-  // Packed one behind the other; what forks share stays.
-  std::vector<DeviceSequence::HostPage> places;
-  std::vector<PageRef> pages;
-  std::vector<uint8_t*> parts;
-  uint64_t n_chunks = 0, filled = kChunkBytes;
-  for (uint32_t list = 0; list < seq->lists.size(); ++list) {
-    const std::vector<PageRef>& of = seq->lists[list].pages;
-    for (uint32_t block = 0; block < of.size(); ++block) {
-      if (of[block] == kNoPage || pool_->n_refs(of[block]) > 1) {
+  for (const uint32_t chunk : fence.chunks) {
+    host_->release(chunk);
+  }
+}
+
+void DeviceStore::collect_fences() {
+  if (mover_ == nullptr || (booked_.empty() && fences_[kToHost].empty() &&
+                            fences_[kToDevice].empty() && !mover_->is_failed())) {
+    return;
+  }
+  if (mover_->is_failed()) {
+    take_back_failed();
+  }
+  std::erase_if(booked_, [this](const Booked& booked) {
+    if (!mover_->is_enqueued(*booked.move)) {
+      return false;
+    }
+    DeviceSequence* const seq = booked.seq;
+    if (seq != nullptr && seq->moving == booked.move) {
+      for (DeviceSequence::Part& part : seq->parts) {
+        part.pages = {};
+      }
+      seq->moving.reset();
+    }
+    return true;
+  });
+  for (const Lane lane : kLanes) {
+    std::deque<Fence>& fences = fences_[lane];
+    while (!fences.empty() && mover_->is_done(lane, fences.front().ticket)) {
+      open_fence(fences.front());
+      fences.pop_front();
+    }
+  }
+}
+
+// In the order of the calls: a page that one move has had from the one before goes back to that
+// with a reference of its own, and then loses the other one's. Likewise chunks.
+void DeviceStore::take_back_failed() {
+  Tickets good{};
+  const Status why = mover_->acknowledge(&good);
+  for (Booked& booked : booked_) {
+    if (booked.seq != nullptr && booked.move->last > good[booked.move->lane]) {
+      take_back(&booked, good[booked.move->lane], why);
+    }
+  }
+  ++n_taken_back_;
+}
+
+void DeviceStore::take_back(Booked* booked, uint64_t good, const Status& why) {
+  DeviceSequence* const seq = booked->seq;
+  if (booked->move->lane == kToHost) {
+    std::erase_if(seq->parts, [&](const DeviceSequence::Part& part) {
+      if (part.written <= good) {
+        return false;
+      }
+      for (size_t i = 0; i < part.places.size(); ++i) {
+        const DeviceSequence::HostPage& place = part.places[i];
+        seq->lists[place.list].pages[place.block] = part.pages[i];
+        pool_->add_ref(part.pages[i]);  // the fence, or who took the page from it, has another
+        counters_.spilled_bytes -= pool_->slab_page_bytes(place.slab);
+      }
+      for (const uint32_t chunk : part.chunks) {
+        host_->release(chunk);
+      }
+      return true;
+    });
+    set_on_host(seq, !seq->parts.empty());
+  } else {
+    for (size_t i = 0; i < booked->parts.size(); ++i) {
+      DeviceSequence::Part& part = booked->parts[i];
+      if (booked->ticket_of_part(i) <= good) {
         continue;
       }
-      const ListLayout& layout = seq->space->lists[list];
-      for (uint32_t part = 0; part < layout.n_parts; ++part) {
-        if (filled + layout.part_bytes > kChunkBytes) {
-          ++n_chunks;
-          filled = 0;
-        }
-        places.push_back({list, block, part, static_cast<uint32_t>(n_chunks - 1),
-                          static_cast<uint32_t>(filled)});
-        parts.push_back(pool_->data(of[block]) + part * layout.part_bytes);
-        filled += layout.part_bytes;
+      for (const DeviceSequence::HostPage& place : part.places) {
+        pool_->release(std::exchange(seq->lists[place.list].pages[place.block], kNoPage));
+        counters_.fetched_bytes -= pool_->slab_page_bytes(place.slab);
       }
-      pages.push_back(of[block]);
+      for (const uint32_t chunk : part.chunks) {
+        host_->add_ref(chunk);  // the fence has another, or the rest of the part
+      }
+      seq->parts.push_back(std::move(part));  // fetch has seen to the room
     }
+    set_on_host(seq, true);
   }
-  std::vector<uint32_t> chunks;
-  KVM_TRY(take_chunks(n_chunks, &chunks));
-  EventPtr done;
-  const Status moved =
-      transfer(*seq->space, places, parts, chunks, true, stream, seq->ready, &done);
-  if (!moved.is_ok()) {
-    for (const uint32_t chunk : chunks) {
-      host_->give_back(chunk);
-    }
-    return moved;
-  }
-  for (const DeviceSequence::HostPage& place : places) {
-    seq->lists[place.list].pages[place.block] = kNoPage;
-    counters_.spilled_bytes += seq->space->lists[place.list].part_bytes;
-  }
-  page_fences_.push_back({done, std::move(pages), {}});
-  seq->on_host = true;
-  seq->host_pages = std::move(places);
-  seq->chunks = std::move(chunks);
-  seq->left = std::move(done);
+  seq->failure = why;
   mark_changed(seq);
-  ++counters_.n_spilled;
+}
+
+Status DeviceStore::settle(DeviceSequence* seq) {
+  if (seq->moving != nullptr) {
+    mover_->finish(*seq->moving);
+    collect_fences();
+  }
+  return std::exchange(seq->failure, Status::ok());
+}
+
+Status DeviceStore::await_pages(DeviceSequence* seq, Stream stream) {
+  if (seq->ready != 0 && !mover_->is_done(kToDevice, seq->ready)) {
+    KVM_TRY(mover_->wait(stream, kToDevice, seq->ready));
+  }
+  seq->ready = 0;
   return Status::ok();
 }
 
-Status DeviceStore::fetch(DeviceSequence* seq, Stream stream) {
+DeviceStore::Residence DeviceStore::residence(DeviceSequence* seq) {
+  collect_fences();
+  Residence is;
+  is.on_host = seq->on_host;
+  for (const DevicePageList& list : seq->lists) {
+    for (const PageRef page : list.pages) {
+      is.n_pages += page != kNoPage ? 1 : 0;
+    }
+  }
+  for (const DeviceSequence::Part& part : seq->parts) {
+    is.n_host_pages += part.places.size();
+  }
+  for (const Booked& booked : booked_) {
+    if (booked.seq != seq) {
+      continue;
+    }
+    is.lane = booked.move->lane;
+    const uint64_t n_enqueued = mover_->n_enqueued(is.lane);
+    for (const DeviceSequence::Part& part : seq->parts) {
+      is.n_waiting_pages +=
+          is.lane == kToHost && part.written > n_enqueued ? part.places.size() : 0;
+    }
+    for (size_t i = 0; i < booked.parts.size(); ++i) {
+      is.n_waiting_pages +=
+          booked.ticket_of_part(i) > n_enqueued ? booked.parts[i].places.size() : 0;
+    }
+  }
+  return is;
+}
+
+void DeviceStore::finish_moves() {
+  if (mover_ != nullptr) {
+    mover_->finish_all();
+    collect_fences();
+  }
+}
+
+uint64_t DeviceStore::n_chunks_to_take() const {
+  uint64_t n = host_->n_free();
+  for (const std::deque<Fence>& fences : fences_) {
+    for (const Fence& fence : fences) {
+      for (const uint32_t chunk : fence.chunks) {
+        n += host_->n_refs(chunk) == 1 ? 1 : 0;
+      }
+    }
+  }
+  return n;
+}
+
+uint32_t DeviceStore::take_chunk(Tickets* after) {
+  if (host_->n_free() != 0) {
+    return host_->take();
+  }
+  for (const Lane lane : kLanes) {
+    for (Fence& fence : fences_[lane]) {
+      for (uint32_t& chunk : fence.chunks) {
+        if (host_->n_refs(chunk) == 1) {
+          (*after)[lane] = std::max((*after)[lane], fence.ticket);
+          const uint32_t taken = std::exchange(chunk, fence.chunks.back());
+          fence.chunks.pop_back();
+          return taken;
+        }
+      }
+    }
+  }
+  KVM_ASSERT(false);
+  return 0;
+}
+
+Status DeviceStore::spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream) {
   KVM_TRY(not_captured(stream));
-  if (!seq->on_host) {
+  KVM_TRY(settle(seq));
+  collect_fences();
+  const bool to_the_end = end >= seq->n_tokens;
+  const uint64_t first = div_up(begin, kPageTokens);
+  const uint64_t last = to_the_end ? div_up(seq->n_tokens, kPageTokens) : end / kPageTokens;
+  // Packed one behind the other; what forks share stays.
+  std::vector<DeviceSequence::Part> parts;
+  std::list<Mover::Job> job(1);
+  std::vector<Mover::Piece>& pieces = job.front().pieces;
+  uint64_t filled = 0, room = 0, n_bytes = 0, n_chunks = 0;
+  for (uint32_t list = 0; list < seq->lists.size(); ++list) {
+    const std::vector<PageRef>& of = seq->lists[list].pages;
+    for (uint64_t block = first; block < std::min<uint64_t>(last, of.size()); ++block) {
+      const PageRef page = of[block];
+      if (page == kNoPage || pool_->n_refs(page) > 1) {
+        continue;
+      }
+      const uint64_t size = pool_->page_bytes(page);
+      if (filled + size > room) {
+        parts.emplace_back();
+        pieces.emplace_back();
+        filled = 0;
+        room = room_of_part(size);
+      }
+      Mover::Piece& piece = pieces.back();
+      if (piece.runs.empty() || piece.runs.back().page_bytes != size) {
+        piece.runs.push_back({static_cast<uint32_t>(filled), 0, size});
+      }
+      ++piece.runs.back().n_pages;
+      piece.pages.push_back(pool_->data(page));
+      parts.back().places.push_back({list, static_cast<uint32_t>(block),
+                                     static_cast<uint32_t>(filled), tiers::page_slab(page)});
+      parts.back().pages.push_back(page);
+      filled += size;
+      n_bytes += size;
+    }
+  }
+  if (parts.empty()) {
+    if (begin == 0 && to_the_end && !seq->on_host) {
+      set_on_host(seq, true);
+      mark_changed(seq);
+    }
     return Status::ok();
   }
-  collect_fences();
-  std::vector<PageRef> pages;
-  std::vector<uint8_t*> parts;
-  Status status;
-  for (const DeviceSequence::HostPage& place : seq->host_pages) {
-    const ListLayout& layout = seq->space->lists[place.list];
-    if (place.part == 0) {
-      Result<PageRef> page = allocate(layout.slab, stream);
-      if (!page.is_ok()) {
-        status = page.status();
-        break;
-      }
-      pages.push_back(page.value());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const DeviceSequence::HostPage& end_page = parts[i].places.back();
+    parts[i].chunks.resize(
+        div_up(end_page.offset + pool_->slab_page_bytes(end_page.slab), kChunkBytes));
+    pieces[i].chunks.resize(parts[i].chunks.size());
+    n_chunks += parts[i].chunks.size();
+  }
+  if (const uint64_t n_free = n_chunks_to_take(); n_chunks > n_free) {
+    return Status(KVM_ERR_NO_SPACE, "the sequence takes " + number(n_chunks * kChunkBytes) +
+                                        " bytes of host memory; free are " +
+                                        number(n_free * kChunkBytes) + " of " +
+                                        number(host_->n_chunks() * kChunkBytes));
+  }
+  // Memory first, so that nothing fails behind the first change.
+  const MovePtr move = std::make_shared<Move>();
+  KVM_TRY_ASSIGN(move->before, record_now(stream));
+  job.front().move = move;
+  seq->parts.reserve(seq->parts.size() + parts.size());
+  reserve_growing(booked_, booked_.size() + 1);
+  std::deque<Fence>& fences = fences_[kToHost];
+  Undo unfencing([&fences, n = fences.size()] { fences.resize(n); });
+  const uint64_t first_ticket = mover_->next_ticket(kToHost);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    fences.push_back({first_ticket + i, parts[i].pages, {}});
+  }
+  unfencing.dismiss();
+  for (size_t i = 0; i < parts.size(); ++i) {
+    DeviceSequence::Part& part = parts[i];
+    pieces[i].after[kToDevice] = seq->ready;
+    for (size_t c = 0; c < part.chunks.size(); ++c) {
+      part.chunks[c] = take_chunk(&pieces[i].after);
+      pieces[i].chunks[c] = host_->data(part.chunks[c]);
     }
-    parts.push_back(pool_->data(pages.back()) + place.part * layout.part_bytes);
-  }
-  EventPtr done;
-  if (status.is_ok()) {
-    status =
-        transfer(*seq->space, seq->host_pages, parts, seq->chunks, false, stream, seq->left, &done);
-  }
-  if (!status.is_ok()) {
-    for (const PageRef page : pages) {
-      pool_->release(page);
+    part.written = first_ticket + i;
+    for (const DeviceSequence::HostPage& place : part.places) {
+      seq->lists[place.list].pages[place.block] = kNoPage;
     }
-    return status;
+    seq->parts.push_back(std::move(part));
   }
-  size_t n_pages = 0;
-  for (const DeviceSequence::HostPage& place : seq->host_pages) {
-    if (place.part == 0) {
-      seq->lists[place.list].pages[place.block] = pages[n_pages++];
-      seq->changed_from = std::min<uint64_t>(seq->changed_from, place.block);
-    }
-    counters_.fetched_bytes += seq->space->lists[place.list].part_bytes;
-  }
-  give_back_chunks(seq, done);
-  // Pages that stayed, for forks share them, may still be on their way from an earlier fetch: that
-  // copy is on the same stream, before this one.
-  seq->ready = std::move(done);
+  booked_.push_back({move, seq, {}});
+  seq->moving = move;
+  mover_->submit(std::move(job));
+  counters_.spilled_bytes += n_bytes;
+  set_on_host(seq, true);
   mark_changed(seq);
   return Status::ok();
 }
 
-Status DeviceStore::transfer(const SpaceLayout& space,
-                             std::span<const DeviceSequence::HostPage> places,
-                             std::span<uint8_t* const> parts, std::span<const uint32_t> chunks,
-                             bool to_host, Stream stream, const EventPtr& also, EventPtr* done) {
-  const Stream copies = to_host ? to_host_ : to_device_;
-  KVM_TRY_ASSIGN(const EventPtr before, new_event());
-  KVM_TRY_ASSIGN(*done, new_event());
-  const auto enqueue = [&]() -> Status {
-    KVM_TRY(driver_->record(before.get(), stream));
-    KVM_TRY(driver_->wait(copies, before.get()));
-    if (also != nullptr) {
-      KVM_TRY(driver_->wait(copies, also.get()));
+Status DeviceStore::take_pages(std::span<const DeviceSequence::Part> parts, Stream stream,
+                               std::vector<Taken>* taken) {
+  // Places in `taken` that the pool had nothing for, by slab, the first one last.
+  std::vector<std::vector<size_t>> lacking(pool_->n_slabs());
+  std::vector<uint32_t> slabs;
+  for (const DeviceSequence::Part& part : parts) {
+    for (const DeviceSequence::HostPage& place : part.places) {
+      slabs.push_back(place.slab);
     }
-    // Runs of pages of one size that lie in one chunk.
-    for (size_t begin = 0; begin < places.size();) {
-      size_t end = begin + 1;
-      while (end < places.size() && places[end].chunk == places[begin].chunk &&
-             places[end].list == places[begin].list &&
-             end - begin < attention::gpu::kMaxMovedPages) {
-        ++end;
+  }
+  taken->resize(slabs.size());
+  bool lacks = false;
+  for (size_t i = 0; i < slabs.size(); ++i) {
+    if (lacking[slabs[i]].empty()) {
+      const Result<PageRef> page = pool_->allocate(slabs[i]);
+      if (page.is_ok()) {
+        (*taken)[i].page = page.value();
+        continue;
       }
-      uint8_t* const packed = host_->data(chunks[places[begin].chunk]) + places[begin].offset;
-      KVM_TRY(copy_run(packed, parts.subspan(begin, end - begin),
-                       space.lists[places[begin].list].part_bytes, to_host));
-      begin = end;
+      if (page.status().code() != KVM_ERR_NO_SPACE) {
+        return page.status();
+      }
     }
-    return driver_->record(done->get(), copies);
+    lacking[slabs[i]].push_back(i);
+    lacks = true;
+  }
+  if (!lacks) {
+    return Status::ok();
+  }
+  for (std::vector<size_t>& places : lacking) {
+    std::reverse(places.begin(), places.end());
+  }
+  for (const Lane lane : kLanes) {
+    for (Fence& fence : fences_[lane]) {
+      std::erase_if(fence.pages, [&](PageRef page) {
+        std::vector<size_t>& places = lacking[tiers::page_slab(page)];
+        if (places.empty()) {
+          return false;
+        }
+        (*taken)[places.back()] = {page, lane, fence.ticket};
+        places.pop_back();
+        return true;
+      });
+    }
+  }
+  // The rest is for other pages still. Whoever fails meanwhile takes back what it has in `taken`.
+  const uint64_t n_taken_back = n_taken_back_;
+  for (uint32_t slab = 0; slab < lacking.size(); ++slab) {
+    for (const size_t place : lacking[slab]) {
+      KVM_TRY_ASSIGN((*taken)[place].page, allocate(slab, stream));
+    }
+  }
+  return n_taken_back == n_taken_back_
+             ? Status::ok()
+             : Status(KVM_ERR_DEVICE, "moves that the pages depend on have failed");
+}
+
+void DeviceStore::give_back(std::span<const Taken> taken) {
+  for (const Taken& one : taken) {
+    if (one.page != kNoPage && one.ticket != 0) {
+      keep_until(one.lane, one.ticket, one.page, kNoChunk);
+    } else if (one.page != kNoPage) {
+      pool_->release(one.page);
+    }
+  }
+}
+
+Status DeviceStore::fetch(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream) {
+  KVM_TRY(not_captured(stream));
+  KVM_TRY(settle(seq));
+  collect_fences();
+  const auto comes = [first = begin / kPageTokens,
+                      last = div_up(std::min(end, seq->n_tokens), kPageTokens)](
+                         const DeviceSequence::HostPage& place) {
+    return place.block >= first && place.block < last;
   };
-  const Status enqueued = enqueue();
-  if (!enqueued.is_ok()) {
-    // Part of the copies may be under way; pages and chunks are the caller's again.
-    (void)driver_->synchronize_device();
-  }
-  return enqueued;
-}
-
-Status DeviceStore::copy_run(uint8_t* packed, std::span<uint8_t* const> parts, uint64_t size,
-                             bool to_host) {
-  bool gather = false;
-  // Neighbours in one copy.
-  std::vector<size_t> begins;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    if (i == 0 || parts[i] != parts[i - 1] + size) {
-      begins.push_back(i);
+  std::vector<DeviceSequence::Part> parts;
+  std::vector<size_t> from;  // of seq->parts
+  for (size_t i = 0; i < seq->parts.size(); ++i) {
+    const DeviceSequence::Part& part = seq->parts[i];
+    DeviceSequence::Part coming{part.chunks, part.written, {}, {}};
+    std::copy_if(part.places.begin(), part.places.end(), std::back_inserter(coming.places), comes);
+    if (!coming.places.empty()) {
+      parts.push_back(std::move(coming));
+      from.push_back(i);
     }
   }
-  begins.push_back(parts.size());
-  for (size_t i = 0; i + 1 < begins.size(); ++i) {
-    gather = gather || (begins[i + 1] - begins[i]) * size < kLongPiece;
+  if (parts.empty()) {
+    if (seq->on_host && seq->parts.empty()) {
+      set_on_host(seq, false);
+      mark_changed(seq);
+    }
+    return Status::ok();
   }
-  if (gather && begins.size() > 2) {
-    return gather_run(packed, parts, size, to_host);
+  std::vector<Taken> taken;
+  Undo giving_back([&] { give_back(taken); });
+  KVM_TRY(take_pages(parts, stream, &taken));
+  const MovePtr move = std::make_shared<Move>();
+  move->lane = kToDevice;
+  KVM_TRY_ASSIGN(move->before, record_now(stream));
+  std::list<Mover::Job> job(1);
+  job.front().move = move;
+  size_t next = 0;
+  for (const DeviceSequence::Part& part : parts) {
+    Mover::Piece piece;
+    for (const uint32_t chunk : part.chunks) {
+      piece.chunks.push_back(host_->data(chunk));
+    }
+    piece.after[kToHost] = part.written;
+    uint64_t end_of_run = 0;
+    for (const DeviceSequence::HostPage& place : part.places) {
+      const Taken& page = taken[next++];
+      const uint64_t size = pool_->slab_page_bytes(place.slab);
+      if (piece.runs.empty() || piece.runs.back().page_bytes != size ||
+          end_of_run != place.offset) {
+        piece.runs.push_back({place.offset, 0, size});
+      }
+      ++piece.runs.back().n_pages;
+      end_of_run = place.offset + size;
+      piece.pages.push_back(pool_->data(page.page));
+      piece.after[page.lane] = std::max(piece.after[page.lane], page.ticket);
+    }
+    job.front().pieces.push_back(std::move(piece));
   }
-  for (size_t i = 0; i + 1 < begins.size(); ++i) {
-    KVM_TRY(copy(parts[begins[i]], packed + begins[i] * size, (begins[i + 1] - begins[i]) * size,
-                 to_host));
+  seq->parts.reserve(seq->parts.size() + parts.size());  // for taking it back, too
+  reserve_growing(booked_, booked_.size() + 1);
+  std::deque<Fence>& fences = fences_[kToDevice];
+  Undo unfencing([&fences, n = fences.size()] { fences.resize(n); });
+  const uint64_t first_ticket = mover_->next_ticket(kToDevice);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const bool is_all = parts[i].places.size() == seq->parts[from[i]].places.size();
+    fences.push_back({first_ticket + i, {}, {}});
+    if (is_all) {
+      fences.back().chunks = parts[i].chunks;
+    }
   }
+  unfencing.dismiss();
+  giving_back.dismiss();
+  next = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    DeviceSequence::Part& rest = seq->parts[from[i]];
+    for (const DeviceSequence::HostPage& place : parts[i].places) {
+      seq->lists[place.list].pages[place.block] = taken[next++].page;
+      seq->changed_from = std::min<uint64_t>(seq->changed_from, place.block);
+      counters_.fetched_bytes += pool_->slab_page_bytes(place.slab);
+    }
+    std::erase_if(rest.places, comes);
+  }
+  std::erase_if(seq->parts, [](const DeviceSequence::Part& part) { return part.places.empty(); });
+  booked_.push_back({move, seq, std::move(parts)});
+  seq->moving = move;
+  mover_->submit(std::move(job));
+  // Pages that stayed may still be on their way from an earlier fetch: its tickets are lower.
+  seq->ready = move->last;
+  set_on_host(seq, !seq->parts.empty());
+  mark_changed(seq);
   return Status::ok();
-}
-
-Status DeviceStore::gather_run(uint8_t* packed, std::span<uint8_t* const> parts,
-                               uint64_t part_bytes, bool to_host) {
-  attention::gpu::MoveParams move;
-  move.packed = bounce_[to_host ? 0 : 1];
-  move.page_bytes = part_bytes;
-  move.n_pages = static_cast<uint32_t>(parts.size());
-  move.pack = to_host;
-  std::copy(parts.begin(), parts.end(), move.pages);
-  const uint64_t size = parts.size() * move.page_bytes;
-  if (to_host) {
-    KVM_TRY(driver_->move(move, to_host_));
-    return copy(move.packed, packed, size, true);
-  }
-  KVM_TRY(copy(move.packed, packed, size, false));
-  return driver_->move(move, to_device_);
-}
-
-Status DeviceStore::copy(uint8_t* on_device, uint8_t* on_host, uint64_t size_bytes, bool to_host) {
-  ++counters_.n_copies;
-  return to_host ? driver_->copy(on_host, on_device, size_bytes, to_host_)
-                 : driver_->copy(on_device, on_host, size_bytes, to_device_);
 }
 
 void DeviceStore::check_accounts(std::span<const DeviceSequence* const> all) const {
   KVM_ASSERT(grown_.empty() && changes_.empty());
   pool_->check_accounts();
   std::unordered_map<PageRef, uint32_t> n_refs;
-  uint64_t n_chunks = host_->n_free();
+  std::unordered_map<uint32_t, uint32_t> n_chunk_refs;
+  uint64_t n_on_host = 0;
   for (const DeviceSequence* const seq : all) {
     for (const DevicePageList& list : seq->lists) {
       KVM_ASSERT(list.pages.size() == div_up(seq->n_tokens, kPageTokens));
@@ -693,23 +916,34 @@ void DeviceStore::check_accounts(std::span<const DeviceSequence* const> all) con
         n_refs[page] += page == kNoPage ? 0 : 1;
       }
     }
-    n_chunks += seq->chunks.size();
-    KVM_ASSERT(seq->on_host || seq->host_pages.empty());
+    for (const DeviceSequence::Part& part : seq->parts) {
+      KVM_ASSERT(seq->on_host && !part.places.empty());
+      for (const uint32_t chunk : part.chunks) {
+        ++n_chunk_refs[chunk];
+      }
+    }
+    n_on_host += seq->on_host ? 1 : 0;
   }
-  for (const std::deque<Fence>* const fences : {&page_fences_, &chunk_fences_}) {
-    for (const Fence& fence : *fences) {
+  for (const std::deque<Fence>& fences : fences_) {
+    for (const Fence& fence : fences) {
       for (const PageRef page : fence.pages) {
         ++n_refs[page];
       }
-      n_chunks += fence.chunks.size();
+      for (const uint32_t chunk : fence.chunks) {
+        ++n_chunk_refs[chunk];
+      }
     }
   }
+  KVM_ASSERT(n_on_host == counters_.n_spilled);
   n_refs.erase(kNoPage);
   KVM_ASSERT(n_refs.size() == pool_->n_pages());
   for (const auto& [page, n] : n_refs) {
     KVM_ASSERT(pool_->n_refs(page) == n);
   }
-  KVM_ASSERT(n_chunks == host_->n_chunks());
+  KVM_ASSERT(n_chunk_refs.size() + host_->n_free() == host_->n_chunks());
+  for (const auto& [chunk, n] : n_chunk_refs) {
+    KVM_ASSERT(host_->n_refs(chunk) == n);
+  }
 }
 
 }  // namespace kvm::device

@@ -4,9 +4,18 @@
 //
 // Everything here is bookkeeping on the host, done when a call is made, and copies that are
 // enqueued. It relies on one timeline (kvm_cuda.h): what is enqueued later is done later. So a page
-// that is released may be handed out at once. The exceptions are the store's own two streams for
-// copies between host and device; pages and chunks that these still use are kept by a fence, and
-// handed out again when its event has happened or is waited for by whoever gets them.
+// that is released may be handed out at once. The exceptions are the copies between host and
+// device: a Mover enqueues them later, on streams of its own. Pages and chunks that these still use
+// are kept by fences, each with the mover's ticket (docs/adr/0008-device-memory.md draws the flow):
+//
+//  - the timeline gets a page of a fence when its piece is enqueued (allocate waits until then) and
+//    the caller's stream has been made to wait for it;
+//  - a move gets it at once: its own piece names the ticket, and the mover keeps the order.
+//
+// Moves are booked when they are asked for. One that fails later is taken back, as far as its
+// pieces were not enqueued, by whichever call comes next, in the order of the moves; the next call
+// that names the sequence says why. Since every piece behind a failure fails, no copy into a page
+// or a chunk that has been taken back is ever enqueued.
 //
 // Threads: one at a time.  Fails: with the codes of kvm_cuda.h; what fails has changed nothing.
 #ifndef KVM_DEVICE_DEVICE_STORE_H_
@@ -22,7 +31,9 @@
 #include "base/limits.h"
 #include "base/status.h"
 #include "device/driver.h"
+#include "device/event_pool.h"
 #include "device/host_chunks.h"
+#include "device/mover.h"
 #include "device/page_pool.h"
 #include "tiers/slab_class.h"
 
@@ -35,10 +46,9 @@ struct ClassLayout {
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
-  // Filled in by DeviceStore::prepare: the list of the class's pages, and which part of each is the
-  // layer's.
+  // Filled in by DeviceStore::prepare: the list of the class's pages, and the layer's rank in each.
   uint32_t list = 0;
-  uint32_t part = 0;
+  uint32_t rank = 0;
 };
 
 // A ListLayout is of pages that several layers share: those that have a class of as many heads that
@@ -49,8 +59,8 @@ struct ListLayout {
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
-  uint32_t n_parts = 0;
-  uint64_t part_bytes = 0;  // docs/storage.md: a page of one layer
+  uint32_t n_layers = 0;
+  uint64_t layer_bytes = 0;  // docs/storage.md: a page of one layer
   uint32_t slab = 0;
 
   // Tokens before it are never dropped.
@@ -81,9 +91,6 @@ struct SpaceLayout {
   tiers::SlabClass slab_class(uint32_t n_heads) const;
 };
 
-// An event of the driver that is used again when nobody holds it.
-using EventPtr = std::shared_ptr<void>;
-
 // A DevicePageList holds the pages of one ListLayout.
 struct DevicePageList {
   std::vector<tiers::PageRef> pages;  // [block of 64 positions]; kNoPage: dropped, or on the host
@@ -100,20 +107,25 @@ struct DeviceSequence {
   // The batch whose page table is right up to the block changed_from, or null.
   const void* noted_by = nullptr;
   uint64_t changed_from = 0;
-  EventPtr ready;  // copies into its pages; null: none are under way, or they are waited for
+  uint64_t ready = 0;  // kToDevice: copies into its pages; 0: none are under way, or waited for
 
-  // On the host: where its pages are.
+  // Pages that lie on the host, packed in one chunk, or in several where one has no room for any.
   struct HostPage {
     uint32_t list = 0;
     uint32_t block = 0;
-    uint32_t part = 0;
-    uint32_t chunk = 0;  // of `chunks`
-    uint32_t offset = 0;
+    uint32_t offset = 0;  // in all chunks, as if they lay side by side
+    uint32_t slab = 0;
   };
-  bool on_host = false;
-  std::vector<HostPage> host_pages;
-  std::vector<uint32_t> chunks;
-  EventPtr left;  // copies to these chunks
+  struct Part {
+    std::vector<uint32_t> chunks;
+    uint64_t written = 0;  // kToHost: copies to the chunks
+    std::vector<HostPage> places;
+    std::vector<tiers::PageRef> pages;  // while the move is not enqueued: where they came from
+  };
+  bool on_host = false;  // in part, or all: has to be fetched
+  std::vector<Part> parts;
+  MovePtr moving;  // its last move, until that is enqueued
+  Status failure;  // why a move was taken back, until a call has said so
 };
 
 struct DeviceStoreOptions {
@@ -145,13 +157,17 @@ class DeviceStore {
 
   std::shared_ptr<DeviceSequence> create(std::shared_ptr<const SpaceLayout> space);
   // Fails: INVALID, PARTIAL, BUSY (on the host).
-  Result<std::shared_ptr<DeviceSequence>> fork(const DeviceSequence& parent, uint64_t n_tokens);
+  Result<std::shared_ptr<DeviceSequence>> fork(DeviceSequence& parent, uint64_t n_tokens);
   Status truncate(DeviceSequence* seq, uint64_t n_tokens);
   // Gives everything back.
   void clear(DeviceSequence* seq);
 
-  Status spill(DeviceSequence* seq, Stream stream);
-  Status fetch(DeviceSequence* seq, Stream stream);
+  // Of positions [begin, end): pages that lie in there with all their tokens and are not shared go
+  // to the host; or pages of which any token lies in there come back.
+  Status spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream);
+  Status fetch(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream);
+  // Returns when all moves are enqueued; waits for the device as long as that takes.
+  void finish_moves();
 
   // A Growth is what a step does to one sequence.
   struct Growth {
@@ -176,28 +192,54 @@ class DeviceStore {
     uint64_t host_bytes = 0;
   };
   Usage usage(const DeviceSequence& seq) const;
+  // Residence is where pages are, as far as moves are booked, and how many of the last move still
+  // wait for their copies. Takes back what has failed.
+  struct Residence {
+    bool on_host = false;
+    Lane lane = kToHost;  // of the last move
+    uint64_t n_pages = 0;
+    uint64_t n_host_pages = 0;
+    uint64_t n_waiting_pages = 0;
+  };
+  Residence residence(DeviceSequence* seq);
+  // Whether there are moves that are not enqueued, or not known to be.
+  bool has_moves() const { return !booked_.empty(); }
   // (list, token) that policies have dropped.
   uint64_t n_dropped(const DeviceSequence& seq) const;
 
   Driver& driver() { return *driver_; }
   PagePool& pool() { return *pool_; }
   HostChunks& host() { return *host_; }
-  const DeviceStoreCounters& counters() const { return counters_; }
+  Mover* mover() { return mover_.get(); }  // null: there is no room on the host
+  DeviceStoreCounters counters() const;
   // Changes with the version of any sequence.
   uint64_t n_changes() const { return n_changes_; }
   // An event that nobody uses. Fails: DEVICE.
-  Result<EventPtr> new_event();
+  Result<EventPtr> new_event() { return events_->take(); }
 
   // Compares all references with the accounts and aborts where they disagree. REQUIRES: `all` is
   // every sequence, and no growth is begun.
   void check_accounts(std::span<const DeviceSequence* const> all) const;
 
  private:
-  // A Fence is for pages or chunks that a copy of ours still uses.
+  // A Fence is for pages or chunks that a piece of the mover still uses.
   struct Fence {
-    EventPtr event;
+    uint64_t ticket = 0;
     std::vector<tiers::PageRef> pages;
     std::vector<uint32_t> chunks;
+  };
+  // A Booked move is one that may still fail.
+  struct Booked {
+    MovePtr move;
+    DeviceSequence* seq = nullptr;            // null: gone
+    std::vector<DeviceSequence::Part> parts;  // kToDevice: what the host had, by tickets
+    uint64_t ticket_of_part(size_t part) const { return move->first + part; }
+  };
+  // A page for a fetch, and from which fence it was taken.
+  struct Taken {
+    tiers::PageRef page = tiers::kNoPage;
+    Lane lane = kToHost;
+    uint64_t ticket = 0;  // 0: of none
   };
   // A Change is one of those that begin_growth has made.
   struct Change {
@@ -212,42 +254,45 @@ class DeviceStore {
   Status check_growth(const Growth& growth) const;
   Status reserve_pages(const Growth& growth, Stream stream);
   Status pages_of_list(const Growth& growth, uint32_t list, Stream stream);
-  // A page; makes `stream` wait for a fence if it takes that.
+  // A page for the timeline. Where only moves that are not enqueued leave one, waits for these.
   Result<tiers::PageRef> allocate(uint32_t slab, Stream stream);
-  // Hands out again what fences keep whose events have happened.
+  // Looks after moves: takes back what has failed, hands out again what fences keep whose tickets
+  // are done.
   void collect_fences();
+  void take_back_failed();
+  void take_back(Booked* booked, uint64_t good, const Status& why);
   void open_fence(const Fence& fence);
+  // Waits until the sequence's moves are enqueued, and says once why one of them failed.
+  Status settle(DeviceSequence* seq);
+  // Makes the stream wait for copies into the sequence's pages.
+  Status await_pages(DeviceSequence* seq, Stream stream);
+  // Gives a page or a chunk back when the ticket is done.
+  void keep_until(Lane lane, uint64_t ticket, tiers::PageRef page, uint32_t chunk);
   // Drops a sequence's reference; a copy may still be under way into the page.
   void release(const DeviceSequence& seq, tiers::PageRef page);
-  void give_back_chunks(DeviceSequence* seq, EventPtr event);
+  void set_on_host(DeviceSequence* seq, bool on_host);
   void drop_unseen(const Growth& growth, uint64_t n_before);
   // Checks that queries at n_tokens and later see only what is there of the first n_left tokens.
   Status check_visible(const DeviceSequence& seq, uint64_t n_tokens, uint64_t n_left) const;
   void forget_dropped(DeviceSequence* seq) const;
   void mark_changed(DeviceSequence* seq);
   Status not_captured(Stream stream);
-  // Enqueues the copies between pages and the places in chunks that belong to them, behind
-  // `stream` and behind `also`; *done happens after them.
-  Status transfer(const SpaceLayout& space, std::span<const DeviceSequence::HostPage> places,
-                  std::span<uint8_t* const> parts, std::span<const uint32_t> chunks, bool to_host,
-                  Stream stream, const EventPtr& also, EventPtr* done);
-  Status copy_run(uint8_t* packed, std::span<uint8_t* const> parts, uint64_t part_bytes,
-                  bool to_host);
-  Status gather_run(uint8_t* packed, std::span<uint8_t* const> parts, uint64_t part_bytes,
-                    bool to_host);
-  Status copy(uint8_t* on_device, uint8_t* on_host, uint64_t size_bytes, bool to_host);
-  Status take_chunks(uint64_t n, std::vector<uint32_t>* out);
+  uint64_t n_chunks_to_take() const;
+  // REQUIRES: there are as many. A piece that uses one waits for its ticket in *after.
+  uint32_t take_chunk(Tickets* after);
+  Status take_pages(std::span<const DeviceSequence::Part> parts, Stream stream,
+                    std::vector<Taken>* taken);
+  void give_back(std::span<const Taken> taken);
+  Result<EventPtr> record_now(Stream stream);
 
   std::unique_ptr<Driver> driver_;
-  std::vector<Event> free_events_;
-  size_t n_events_ = 0;  // that there are
+  std::unique_ptr<EventPool> events_;
   std::unique_ptr<PagePool> pool_;
   std::unique_ptr<HostChunks> host_;
-  Stream to_host_ = nullptr;
-  Stream to_device_ = nullptr;
-  uint8_t* bounce_[2] = {};         // kChunkBytes each, of to_host_ and to_device_
-  std::deque<Fence> page_fences_;   // whoever gets their pages waits on the timeline
-  std::deque<Fence> chunk_fences_;  // whoever gets their chunks waits on to_host_
+  std::unique_ptr<Mover> mover_;
+  std::deque<Fence> fences_[2];  // by lane
+  std::vector<Booked> booked_;   // in the order of the calls
+  uint64_t n_taken_back_ = 0;    // times that moves were
   std::vector<Change> changes_;
   struct Grown {
     Growth growth;

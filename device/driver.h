@@ -32,6 +32,9 @@ struct DriverFacts {
   uint64_t free_bytes = 0;         // of device memory, when it was opened
   uint64_t granularity_bytes = 0;  // of map
   uint32_t n_sms = 0;
+  // Copies between device and host are enqueued by a thread of their own. False: by whoever has to
+  // wait for one, so that tests can say when.
+  bool moves_in_a_thread = true;
 };
 
 class Driver {

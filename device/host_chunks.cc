@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "base/assert.h"
 #include "base/round.h"
 
 namespace kvm::device {
@@ -40,6 +41,7 @@ Result<std::unique_ptr<HostChunks>> HostChunks::create(Driver* driver, uint64_t 
     KVM_TRY(driver->register_host(chunks->memory_ + chunks->registered_bytes_, size));
     chunks->registered_bytes_ += size;
   }
+  chunks->refs_.resize(chunks->n_chunks());
   for (auto chunk = static_cast<uint32_t>(chunks->n_chunks()); chunk > 0; --chunk) {
     chunks->free_.push_back(chunk - 1);
   }
@@ -58,7 +60,15 @@ HostChunks::~HostChunks() {
 uint32_t HostChunks::take() {
   const uint32_t chunk = free_.back();
   free_.pop_back();
+  refs_[chunk] = 1;
   return chunk;
+}
+
+void HostChunks::release(uint32_t chunk) {
+  KVM_ASSERT(refs_[chunk] > 0);
+  if (--refs_[chunk] == 0) {
+    free_.push_back(chunk);
+  }
 }
 
 }  // namespace kvm::device

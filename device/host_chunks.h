@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // HostChunks: page-locked host memory in chunks of 2 MiB, where spilled sequences lie packed.
+// Chunks are reference counted, as pages of the device are.
 //
 // Threads: one at a time.  Memory: all of it, from creation on.
 #ifndef KVM_DEVICE_HOST_CHUNKS_H_
@@ -28,9 +29,12 @@ class HostChunks {
 
   uint64_t n_chunks() const { return size_bytes_ / kChunkBytes; }
   uint64_t n_free() const { return free_.size(); }
-  // REQUIRES: n_free() > 0.
+  // With one reference. REQUIRES: n_free() > 0.
   uint32_t take();
-  void give_back(uint32_t chunk) { free_.push_back(chunk); }
+  // REQUIRES, here and below: somebody holds it.
+  void add_ref(uint32_t chunk) { ++refs_[chunk]; }
+  void release(uint32_t chunk);
+  uint32_t n_refs(uint32_t chunk) const { return refs_[chunk]; }
   uint8_t* data(uint32_t chunk) const { return memory_ + chunk * kChunkBytes; }
 
  private:
@@ -40,7 +44,8 @@ class HostChunks {
   const uint64_t size_bytes_;
   uint8_t* memory_ = nullptr;
   uint64_t registered_bytes_ = 0;
-  std::vector<uint32_t> free_;
+  std::vector<uint32_t> free_;  // has room for all: giving back asks for no memory
+  std::vector<uint32_t> refs_;
 };
 
 }  // namespace kvm::device

@@ -2,7 +2,6 @@
 #include "device/page_pool.h"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 #include <utility>
 
@@ -16,6 +15,22 @@ using tiers::page_slab;
 using tiers::page_slot;
 using tiers::PageRef;
 
+PagePool::Touched PagePool::Slab::touched(uint32_t slot) const {
+  const uint64_t begin = slot * page_bytes;
+  const auto first = static_cast<uint32_t>(begin / extent_bytes);
+  const bool goes_on = begin + page_bytes > (first + uint64_t{1}) * extent_bytes;
+  return {first, goes_on ? first + 1 : first};
+}
+
+uint32_t PagePool::Slab::slots_begin(uint32_t extent) const {
+  return static_cast<uint32_t>(std::min<uint64_t>(n_slots, extent * extent_bytes / page_bytes));
+}
+
+uint32_t PagePool::Slab::slots_end(uint32_t extent) const {
+  return static_cast<uint32_t>(
+      std::min<uint64_t>(n_slots, div_up((extent + uint64_t{1}) * extent_bytes, page_bytes)));
+}
+
 PagePool::PagePool(Driver* driver, uint64_t capacity_bytes)
     : driver_(driver), capacity_bytes_(capacity_bytes) {}
 
@@ -23,16 +38,16 @@ PagePool::~PagePool() {
   for (Slab& slab : slabs_) {
     for (uint32_t i = 0; i < slab.extents.size(); ++i) {
       if (slab.extents[i].mapped) {
-        driver_->unmap(slab.base + i * slab.extent_bytes, slab.extent_bytes);
+        driver_->unmap(slab.extent_at(i), slab.extent_bytes);
       }
     }
     driver_->release(slab.base, slab.extents.size() * slab.extent_bytes);
   }
 }
 
-Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class, uint32_t n_parts) {
+Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class, uint32_t n_layers) {
   for (uint32_t i = 0; i < slabs_.size(); ++i) {
-    if (slabs_[i].slab_class == slab_class && slabs_[i].n_parts == n_parts) {
+    if (slabs_[i].slab_class == slab_class && slabs_[i].n_layers == n_layers) {
       return i;
     }
   }
@@ -42,14 +57,14 @@ Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class, uint32_
   }
   Slab slab;
   slab.slab_class = slab_class;
-  slab.n_parts = n_parts;
-  slab.page_bytes = slab_class.page_bytes() * n_parts;
-  const uint64_t unit = std::lcm(driver_->facts().granularity_bytes, slab.page_bytes);
+  slab.n_layers = n_layers;
+  slab.page_bytes = slab_class.page_bytes() * n_layers;
   slab.extent_bytes =
-      unit * std::max<uint64_t>(1, std::min(kExtentTarget, capacity_bytes_ / 64) / unit);
-  slab.extent_pages = static_cast<uint32_t>(slab.extent_bytes / slab.page_bytes);
-  const uint64_t n_extents = std::min(capacity_bytes_ / slab.extent_bytes,
-                                      (uint64_t{1} << tiers::kSlotBits) / slab.extent_pages);
+      round_up(std::max(slab.page_bytes, std::min(kExtentTarget, capacity_bytes_ / 64)),
+               driver_->facts().granularity_bytes);
+  const uint64_t n_extents =
+      std::min(capacity_bytes_ / slab.extent_bytes,
+               (uint64_t{1} << tiers::kSlotBits) * slab.page_bytes / slab.extent_bytes);
   if (n_extents == 0) {
     return Status(KVM_ERR_NO_SPACE, "pages of " + std::to_string(slab.page_bytes) +
                                         " bytes come in extents of " +
@@ -58,6 +73,7 @@ Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class, uint32_
   }
   KVM_TRY_ASSIGN(slab.base, driver_->reserve(n_extents * slab.extent_bytes));
   slab.extents.resize(n_extents);
+  slab.n_slots = static_cast<uint32_t>(n_extents * slab.extent_bytes / slab.page_bytes);
   slabs_.push_back(std::move(slab));
   return static_cast<uint32_t>(slabs_.size() - 1);
 }
@@ -67,10 +83,13 @@ Result<PageRef> PagePool::allocate(uint32_t slab_index) {
   if (slab.free.empty()) {
     KVM_TRY(open_extent(slab));
   }
-  const uint32_t slot = slab.free.top();
-  slab.free.pop();
+  const uint32_t slot = slab.free.lowest();
+  slab.free.erase(slot);
   slab.refs[slot] = 1;
-  ++slab.extents[slot / slab.extent_pages].n_used;
+  const Touched in = slab.touched(slot);
+  for (uint32_t i = in.first; i <= in.last; ++i) {
+    ++slab.extents[i].n_used;
+  }
   ++n_pages_;
   page_bytes_in_use_ += slab.page_bytes;
   return make_page_ref(slab_index, slot);
@@ -83,8 +102,11 @@ bool PagePool::release(PageRef page) {
   if (--slab.refs[slot] != 0) {
     return false;
   }
-  slab.free.push(slot);
-  --slab.extents[slot / slab.extent_pages].n_used;
+  slab.free.insert(slot);
+  const Touched in = slab.touched(slot);
+  for (uint32_t i = in.first; i <= in.last; ++i) {
+    --slab.extents[i].n_used;
+  }
   --n_pages_;
   page_bytes_in_use_ -= slab.page_bytes;
   return true;
@@ -97,28 +119,38 @@ Status PagePool::open_extent(Slab& slab) {
     return Status(KVM_ERR_NO_SPACE,
                   "the device's pool of " + std::to_string(capacity_bytes_) + " bytes is full");
   }
-  KVM_TRY(make_room(slab, slab.extent_bytes));
+  // Of this slab this closes later extents only: all before are in use to their ends.
+  KVM_TRY(make_room(slab.extent_bytes));
   const auto index = static_cast<uint32_t>(absent - slab.extents.begin());
-  const uint32_t begin = index * slab.extent_pages;
-  slab.refs.resize(std::max<size_t>(slab.refs.size(), begin + slab.extent_pages));
-  KVM_TRY(driver_->map(slab.base + index * slab.extent_bytes, slab.extent_bytes));
+  const uint32_t begin = slab.slots_begin(index), end = slab.slots_end(index);
+  if (slab.refs.size() < end) {
+    slab.refs.resize(end);
+    slab.free.resize(end);
+  }
+  KVM_TRY(driver_->map(slab.extent_at(index), slab.extent_bytes));
   absent->mapped = true;
   used_bytes_ += slab.extent_bytes;
   peak_bytes_ = std::max(peak_bytes_, used_bytes_);
-  for (uint32_t i = 0; i < slab.extent_pages; ++i) {
-    slab.free.push(begin + i);
+  // The page that begins here, or in the extent before, is whole now: no page is longer.
+  for (uint32_t slot = begin; slot < end; ++slot) {
+    const Touched in = slab.touched(slot);
+    if (slab.extents[in.first].mapped && slab.extents[in.last].mapped) {
+      slab.free.insert(slot);
+    }
   }
+  KVM_ASSERT(!slab.free.empty());
   return Status::ok();
 }
 
-Status PagePool::make_room(const Slab& but, uint64_t size_bytes) {
+Status PagePool::make_room(uint64_t size_bytes) {
   bool waited = false;
   for (Slab& slab : slabs_) {
-    for (uint32_t i = 0; i < slab.extents.size(); ++i) {
+    // From the end, so that what stays is one run.
+    for (auto i = static_cast<uint32_t>(slab.extents.size()); i-- > 0;) {
       if (used_bytes_ + size_bytes <= capacity_bytes_) {
         return Status::ok();
       }
-      if (&slab == &but || !slab.extents[i].mapped || slab.extents[i].n_used != 0) {
+      if (!slab.extents[i].mapped || slab.extents[i].n_used != 0) {
         continue;
       }
       if (!waited) {
@@ -139,35 +171,39 @@ Status PagePool::make_room(const Slab& but, uint64_t size_bytes) {
 }
 
 void PagePool::close_extent(Slab& slab, uint32_t extent) {
-  driver_->unmap(slab.base + extent * slab.extent_bytes, slab.extent_bytes);
+  driver_->unmap(slab.extent_at(extent), slab.extent_bytes);
   slab.extents[extent].mapped = false;
   used_bytes_ -= slab.extent_bytes;
-  decltype(slab.free) kept;
-  for (; !slab.free.empty(); slab.free.pop()) {
-    if (slab.free.top() / slab.extent_pages != extent) {
-      kept.push(slab.free.top());
+  for (uint32_t slot = slab.slots_begin(extent); slot < slab.slots_end(extent); ++slot) {
+    if (slab.free.contains(slot)) {
+      slab.free.erase(slot);
     }
   }
-  slab.free = std::move(kept);
 }
 
 void PagePool::check_accounts() const {
   uint64_t n_pages = 0, bytes = 0, used = 0;
   for (const Slab& slab : slabs_) {
-    uint64_t n_mapped = 0;
-    for (uint32_t i = 0; i < slab.extents.size(); ++i) {
-      uint32_t n_used = 0;
-      for (uint32_t slot = i * slab.extent_pages;
-           slot < std::min<size_t>(slab.refs.size(), (i + 1) * slab.extent_pages); ++slot) {
-        n_used += slab.refs[slot] != 0 ? 1 : 0;
+    std::vector<uint32_t> n_used(slab.extents.size());
+    uint32_t n_free = 0;
+    for (uint32_t slot = 0; slot < slab.refs.size(); ++slot) {
+      const Touched in = slab.touched(slot);
+      const bool mapped = slab.extents[in.first].mapped && slab.extents[in.last].mapped;
+      if (slab.refs[slot] != 0) {
+        ++n_used[in.first];
+        n_used[in.last] += in.last != in.first ? 1 : 0;
+        ++n_pages;
+        bytes += slab.page_bytes;
+        KVM_ASSERT(mapped);
       }
-      KVM_ASSERT(n_used == slab.extents[i].n_used);
-      KVM_ASSERT(n_used == 0 || slab.extents[i].mapped);
-      n_pages += n_used;
-      bytes += n_used * slab.page_bytes;
-      n_mapped += slab.extents[i].mapped ? 1 : 0;
+      n_free += slab.free.contains(slot) ? 1 : 0;
+      KVM_ASSERT(slab.free.contains(slot) == (mapped && slab.refs[slot] == 0));
     }
-    used += n_mapped * slab.extent_bytes;
+    KVM_ASSERT(n_free == slab.free.size());
+    for (uint32_t i = 0; i < slab.extents.size(); ++i) {
+      KVM_ASSERT(n_used[i] == slab.extents[i].n_used);
+      used += slab.extents[i].mapped ? slab.extent_bytes : 0;
+    }
   }
   KVM_ASSERT(n_pages == n_pages_ && bytes == page_bytes_in_use_ && used == used_bytes_);
   KVM_ASSERT(used_bytes_ <= capacity_bytes_);

@@ -2,10 +2,17 @@
 // PagePool: pages in device memory, named as those of every tier are (tiers/slab_class.h).
 //
 // A slab is one range of addresses for pages of one class, reserved for good, so that its base may
-// be a constant of a captured graph; page slot i lies at base + i * page_bytes. Memory is mapped
-// into it by extents, each a multiple of the page and of the driver's granularity: no page
-// straddles two. An extent is charged against the capacity before it is mapped. Emptied ones stay,
-// until another slab has no other way to grow.
+// be a constant of a captured graph; page slot i lies at base + i * page_bytes, without gaps.
+// Memory is mapped into it by extents of one length, a multiple of the driver's granularity and not
+// shorter than a page. Pages need not divide them: one that lies across two extents can be used
+// while both are mapped, and an extent is empty when no page in use touches it. So extents are as
+// long as is good for mapping (kExtentTarget), whatever the page: one of int8 with its scales has
+// few factors of two, and would take hundreds of MiB to end where the granularity does. What this
+// costs is the memory beside the ends of a run of mapped extents, less than a page at each; a slab
+// that has not given extents away has one run, from its first address on.
+//
+// An extent is charged against the capacity before it is mapped. Emptied ones stay, until somebody
+// has no other way to grow.
 //
 // Pages are reference counted; the lowest free slot goes first. A fresh page's content is
 // undefined. A page that is released may be handed out at once: whoever uses the pool sees to it
@@ -16,17 +23,16 @@
 #define KVM_DEVICE_PAGE_POOL_H_
 
 #include <cstdint>
-#include <functional>
-#include <queue>
 #include <vector>
 
 #include "base/status.h"
 #include "device/driver.h"
+#include "device/slot_set.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::device {
 
-// Extents are at least so long where they are at most a 64th of the capacity.
+// Extents are so long, or a 64th of the capacity where that is less; but at least a page.
 inline constexpr uint64_t kExtentTarget = uint64_t{32} << 20;
 
 class PagePool {
@@ -38,16 +44,18 @@ class PagePool {
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
-  // The slab for pages that hold n_parts pages of a class, one behind the other; made if there is
+  // The slab for pages that hold n_layers pages of a class, one behind the other; made if there is
   // none. Fails: LIMIT (kMaxSegments slabs),
   // NO_SPACE (a single extent is more than the capacity), DEVICE.
-  Result<uint32_t> open_slab(const tiers::SlabClass& slab_class, uint32_t n_parts = 1);
+  Result<uint32_t> open_slab(const tiers::SlabClass& slab_class, uint32_t n_layers = 1);
   uint32_t n_slabs() const { return static_cast<uint32_t>(slabs_.size()); }
   // REQUIRES here and below: the slab is open, the page is allocated.
   uint8_t* base(uint32_t slab) const { return slabs_[slab].base; }
   uint64_t slab_page_bytes(uint32_t slab) const { return slabs_[slab].page_bytes; }
+  uint64_t slab_extent_bytes(uint32_t slab) const { return slabs_[slab].extent_bytes; }
 
-  // A page with one reference. May wait for the device, where an extent of another slab is taken.
+  // A page with one reference, the lowest free one. May wait for the device, where an extent of
+  // another slab is taken.
   // Fails: NO_SPACE, DEVICE.
   Result<tiers::PageRef> allocate(uint32_t slab);
   void add_ref(tiers::PageRef page) { ++refs(page); }
@@ -76,27 +84,38 @@ class PagePool {
  private:
   struct Extent {
     bool mapped = false;
-    uint32_t n_used = 0;
+    uint32_t n_used = 0;  // pages in use that touch it
+  };
+  // The extents that a page touches: last is first, or the next one.
+  struct Touched {
+    uint32_t first = 0;
+    uint32_t last = 0;
   };
   struct Slab {
     tiers::SlabClass slab_class;
-    uint32_t n_parts = 1;
+    uint32_t n_layers = 1;
     uint64_t page_bytes = 0;
     uint64_t extent_bytes = 0;
-    uint32_t extent_pages = 0;
+    uint32_t n_slots = 0;
     uint8_t* base = nullptr;
     std::vector<Extent> extents;  // all that the range has room for
     std::vector<uint32_t> refs;   // [slot]
-    // Free slots of mapped extents.
-    std::priority_queue<uint32_t, std::vector<uint32_t>, std::greater<>> free;
+    SlotSet free;                 // slots that nobody holds and that are mapped from end to end
+
+    Touched touched(uint32_t slot) const;
+    // Slots that touch an extent: from the first to before the last.
+    uint32_t slots_begin(uint32_t extent) const;
+    uint32_t slots_end(uint32_t extent) const;
+    uint8_t* extent_at(uint32_t extent) const { return base + extent * extent_bytes; }
   };
 
   uint32_t& refs(tiers::PageRef page) {
     return slabs_[tiers::page_slab(page)].refs[tiers::page_slot(page)];
   }
+  // REQUIRES: the slab has no free slot; then it has one.
   Status open_extent(Slab& slab);
-  // Unmaps empty extents of other slabs until size_bytes more fit. Fails: NO_SPACE, DEVICE.
-  Status make_room(const Slab& but, uint64_t size_bytes);
+  // Unmaps empty extents until size_bytes more fit. Fails: NO_SPACE, DEVICE.
+  Status make_room(uint64_t size_bytes);
   void close_extent(Slab& slab, uint32_t extent);
 
   Driver* const driver_;

@@ -29,6 +29,9 @@
  *    what was captured, say). Pages that one call gives back are written by what later ones
  *    enqueue. Functions of kvm.h have no stream: they count as enqueued when they are called,
  *    behind everything enqueued so far.
+ *  - Copies between device and host are enqueued by a thread of the client, on streams of its own,
+ *    a few at a time. A page that is on its way to the host is handed out again when its copy has
+ *    been enqueued: an update that finds no other page waits until then.
  *  - Everything that the device has read or written by the time of kvm_client_close must have been
  *    waited for by the caller (cudaStreamSynchronize); it waits for its own copies.
  *
@@ -165,15 +168,17 @@ typedef struct kvm_cuda_item {
  * that store something have been enqueued too, the new tokens hold anything.
  * All or nothing: after a failure every sequence is as before and the batch as after its last
  * update; after DEVICE the batch must be updated again before it is used.
- * Waits for the device only where the caller is four updates ahead of it, and where a page is to be
- * taken from a slab of other dimensions. One that changes more than 16384 entries of page tables
- * (there is one for each page; a sequence that is new to its place has them all written) counts as
- * several.
+ * Waits for the device only where the caller is four updates ahead of it, where a page is to be
+ * taken from a slab of other dimensions, where the only free pages are those of a spill that has
+ * not come to them, and where a sequence is still being fetched (kvm_cuda_get_seq_info says whether
+ * it is). One that changes more than 16384 entries of page tables (there is one for each page; a
+ * sequence that is new to its place has them all written) counts as several.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
  *          query tokens than the sequence has, bits of a tree beyond n_query), NO_SPACE (of the
  *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),
- *          BUSY (a sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE;
- *          UNSUPPORTED while the stream is being captured. */
+ *          BUSY (a sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; what
+ *          a move of a sequence has failed with (below); UNSUPPORTED while the stream is being
+ *          captured. */
 KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *items,
                                    uint32_t n_items, kvm_cuda_stream stream);
 
@@ -212,21 +217,69 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  * Between device and host
  * ============================================================================================ */
 
-/* Copies the pages of a sequence that no fork shares to page-locked host memory, on a copy engine,
- * behind what is enqueued on `stream`, and gives them back to the pool; what is enqueued later does
- * not wait for the copy unless it needs these pages. Pieces of 64 KiB or more, smaller pages being
- * gathered on the device first. The sequence can then only be fetched, asked about and freed; what
- * else is tried answers BUSY.
+/* Moves the pages of a sequence that no fork shares to page-locked host memory, behind what is
+ * enqueued on `stream`. What is enqueued later does not wait for the copies unless it needs these
+ * pages. The call books what goes where, 10 ns or so a page, and is refused or not; a thread of the
+ * client enqueues the copies, by the chunk of 2 MiB, at most 8 at a time for each direction. Pages
+ * that do not lie together are gathered on the device, so copies are of 1 MiB and more where the
+ * sequence has as much. The sequence can then only be fetched, asked about and freed; what else is
+ * tried answers BUSY.
+ *
+ * A move that fails when its copies are enqueued (the driver's failure, and then all moves that
+ * wait) is taken back as far as they were not: of a spill, pages stay on the device, and the
+ * sequence with them if none has left; of a fetch, pages stay on the host. Nothing is lost. The
+ * next call that names the sequence in order to use it (an update, a fork, a truncate, a spill, a
+ * fetch) answers with the failure, once, and has done nothing.
  * Fails:   NO_SPACE (host_bytes), UNSUPPORTED (host_bytes is 0; the stream is being captured),
  *          NOT_FOUND, STALE, LOST, DEVICE. A sequence that is on the host already: nothing happens.
+ * Waits:   while an earlier move of the same sequence is being enqueued.
  * Threads: any. */
 KVM_API kvm_status kvm_cuda_spill(kvm_client *client, kvm_seq_id seq, kvm_cuda_stream stream);
 
 /* Brings a sequence back, likewise. The first update that has it in its batch makes its stream wait
- * for the copy; fetch early, and the copy runs beside the steps of others.
+ * for the copies, and waits itself until the last one has been enqueued; fetch early, and they run
+ * beside the steps of others. Pages that a spill has been asked to free are taken at once.
  * Fails:   NO_SPACE (of the pool; the sequence stays on the host), UNSUPPORTED (the stream is being
- *          captured), NOT_FOUND, STALE, LOST, DEVICE. Threads: any. */
+ *          captured), NOT_FOUND, STALE, LOST, DEVICE.
+ * Waits:   as kvm_cuda_spill; and where pages are to be taken from a slab of other dimensions.
+ * Threads: any. */
 KVM_API kvm_status kvm_cuda_fetch(kvm_client *client, kvm_seq_id seq, kvm_cuda_stream stream);
+
+/* Likewise, of the tokens at [begin, end); an `end` beyond the last token means all from `begin`
+ * on. A spill takes the pages (64 tokens, of every layer and head class) that lie in there with all
+ * their tokens, the sequence's last page counting as whole; a fetch brings back those of which any
+ * token lies in there. So a scheduler that lacks n pages takes n, from the end of a sequence that
+ * it has put off, and only these have to come back. A sequence of which anything is away cannot be
+ * attended or appended to: attention is exact and reads it all. A range without pages to move:
+ * nothing happens.
+ * Fails:   INVALID (begin is not below end), else as above. */
+KVM_API kvm_status kvm_cuda_spill_range(kvm_client *client, kvm_seq_id seq, uint64_t begin,
+                                        uint64_t end, kvm_cuda_stream stream);
+KVM_API kvm_status kvm_cuda_fetch_range(kvm_client *client, kvm_seq_id seq, uint64_t begin,
+                                        uint64_t end, kvm_cuda_stream stream);
+
+enum {
+  KVM_CUDA_SEQ_HERE = 0,    /* an update may have it; it waits, if at all, on its stream */
+  KVM_CUDA_SEQ_COMING = 1,  /* being fetched: an update would wait until that is enqueued */
+  KVM_CUDA_SEQ_LEAVING = 2, /* being spilled */
+  KVM_CUDA_SEQ_AWAY = 3     /* on the host, in part or all */
+};
+
+typedef struct kvm_cuda_seq_info {
+  uint32_t struct_size;
+  uint32_t state;            /* KVM_CUDA_SEQ_* */
+  uint64_t n_pages;          /* on the device, and those on their way to it */
+  uint64_t n_host_pages;     /* on the host, and those on their way to it */
+  uint64_t n_waiting_pages;  /* of a move, whose copies are not enqueued yet */
+  uint32_t failure;          /* kvm_status that the next use of the sequence answers with; or 0 */
+  uint32_t reserved0;
+  uint64_t reserved[3];
+} kvm_cuda_seq_info;
+
+/* Where a sequence is. Waits for nothing, and takes no failure back.
+ * Fails:   NOT_FOUND, STALE, LOST, UNSUPPORTED (not a client of kvm_cuda_open). Threads: any. */
+KVM_API kvm_status kvm_cuda_get_seq_info(kvm_client *client, kvm_seq_id seq,
+                                         kvm_cuda_seq_info *out);
 
 /* ============================================================================================
  * Statistics
@@ -245,9 +298,9 @@ typedef struct kvm_cuda_stats {
   uint64_t host_bytes;       /* the cap */
   uint64_t host_used_bytes;  /* in sequences that are spilled */
   uint64_t n_spilled;        /* sequences on the host */
-  uint64_t spilled_bytes;    /* copied to the host so far */
+  uint64_t spilled_bytes;    /* moved to the host so far; what is taken back does not count */
   uint64_t fetched_bytes;
-  uint64_t n_copies;         /* that these took */
+  uint64_t n_copies;         /* that these took, as far as they are enqueued */
   uint64_t n_launches;
   uint64_t reserved[4];
 } kvm_cuda_stats;

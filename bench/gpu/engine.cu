@@ -358,12 +358,12 @@ void time_steps(DeviceStore* store, uint32_t n_items, uint32_t n_tokens, const A
   const device::DeviceStoreCounters before = store->counters();
   for (uint32_t i = 0; i < 5; ++i) {
     const double begin = now_us();
-    if (!store->spill(items[0].seq.get(), stream.get()).is_ok()) {
+    if (!store->spill(items[0].seq.get(), 0, UINT64_MAX, stream.get()).is_ok()) {
       break;  // longer than host memory for it
     }
     must(store->driver().synchronize_device(), "spill");
     const double spilled = now_us();
-    must(store->fetch(items[0].seq.get(), stream.get()), "fetch");
+    must(store->fetch(items[0].seq.get(), 0, UINT64_MAX, stream.get()), "fetch");
     must(store->driver().synchronize_device(), "fetch");
     out.push_back(spilled - begin);
     in.push_back(now_us() - spilled);

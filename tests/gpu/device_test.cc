@@ -715,6 +715,170 @@ TEST(DeviceTest, SpilledSequencesComeBack) {
   }
 }
 
+kvm_cuda_seq_info whereabouts(const Rig& rig, const Seq& seq) {
+  kvm_cuda_seq_info info{};
+  info.struct_size = sizeof info;
+  EXPECT_EQ(kvm_cuda_get_seq_info(rig.client(), seq.id, &info), KVM_OK) << kvm_last_error();
+  return info;
+}
+
+TEST(DeviceTest, PagesOfARangeLeaveAndComeBack) {
+  for (const bool in_a_thread : {false, true}) {
+    FakeOptions options;
+    options.emulate = false;
+    options.moves_in_a_thread = in_a_thread;
+    Rig rig(options, {});
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(2, 600, 1));
+    Seq a = make(&rig, 1), b = make(&rig, 2);
+    Step first(&rig, batch, {{&a, 300, 1}, {&b, 10, 1}}, 1);
+    first.run();
+    // Five pages. Whole ones of [70, 200): the third.
+    ASSERT_EQ(kvm_cuda_spill_range(rig.client(), a.id, 70, 200, rig.stream()), KVM_OK);
+    kvm_cuda_seq_info info = whereabouts(rig, a);
+    EXPECT_EQ(info.n_pages, 4u);
+    EXPECT_EQ(info.n_host_pages, 1u);
+    EXPECT_EQ(info.failure, 0u);
+    if (!in_a_thread) {
+      EXPECT_EQ(info.state, static_cast<uint32_t>(KVM_CUDA_SEQ_LEAVING));
+      EXPECT_EQ(info.n_waiting_pages, 1u);
+    }
+    kvm_cuda_item item{};
+    item.seq = a.id;
+    item.n_query = 1;
+    EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_BUSY);
+    info = whereabouts(rig, a);
+    EXPECT_EQ(info.state, static_cast<uint32_t>(KVM_CUDA_SEQ_AWAY));
+    // To the end: the last page has 44 tokens. What is away stays so.
+    ASSERT_EQ(kvm_cuda_spill_range(rig.client(), a.id, 128, KVM_POSITION_END, rig.stream()),
+              KVM_OK);
+    EXPECT_EQ(whereabouts(rig, a).n_host_pages, 3u);
+    // Nothing in between: a page is not torn.
+    ASSERT_EQ(kvm_cuda_spill_range(rig.client(), a.id, 1, 64, rig.stream()), KVM_OK);
+    EXPECT_EQ(whereabouts(rig, a).n_host_pages, 3u);
+    EXPECT_EQ(stats_of(rig).n_spilled, 1u);
+    // Back in two parts, the first by one token.
+    ASSERT_EQ(kvm_cuda_fetch_range(rig.client(), a.id, 255, 257, rig.stream()), KVM_OK);
+    EXPECT_EQ(whereabouts(rig, a).n_host_pages, 1u);
+    EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_BUSY);
+    ASSERT_EQ(kvm_cuda_fetch_range(rig.client(), a.id, 0, KVM_POSITION_END, rig.stream()), KVM_OK);
+    info = whereabouts(rig, a);
+    EXPECT_EQ(info.n_host_pages, 0u);
+    EXPECT_EQ(info.n_pages, 5u);
+    if (!in_a_thread) {
+      EXPECT_EQ(info.state, static_cast<uint32_t>(KVM_CUDA_SEQ_COMING));
+    }
+    Step second(&rig, batch, {{&b, 1, 1}, {&a, 1, 1}}, 2);
+    second.run();
+    EXPECT_EQ(whereabouts(rig, a).state, static_cast<uint32_t>(KVM_CUDA_SEQ_HERE));
+    EXPECT_EQ(stats_of(rig).n_spilled, 0u);
+    rig.driver().settle();
+    EXPECT_EQ(whereabouts(rig, a).n_host_pages, 0u);
+    EXPECT_EQ(stats_of(rig).host_used_bytes, 0u);
+    first.check("first");
+    second.check("second");
+    EXPECT_EQ(kvm_cuda_spill_range(rig.client(), a.id, 5, 5, rig.stream()), KVM_ERR_INVALID);
+    EXPECT_EQ(kvm_cuda_fetch_range(rig.client(), a.id, 6, 5, rig.stream()), KVM_ERR_INVALID);
+    info.struct_size = 0;
+    EXPECT_EQ(kvm_cuda_get_seq_info(rig.client(), a.id, &info), KVM_ERR_INVALID);
+    info.struct_size = sizeof info;
+    EXPECT_EQ(kvm_cuda_get_seq_info(rig.client(), 4711, &info), KVM_ERR_NOT_FOUND);
+  }
+}
+
+// One sequence makes room for another in a full pool: the calls book, and nothing is enqueued by
+// them but the events that say behind what the copies come. Streams of the mover stay short.
+TEST(DeviceTest, MovesAreEnqueuedApartAFewAtATime) {
+  for (const bool in_a_thread : {false, true}) {
+    FakeOptions options;
+    options.emulate = false;
+    options.moves_in_a_thread = in_a_thread;
+    Geometry geometry;
+    geometry.dim = 256;
+    geometry.n_q_heads = geometry.n_kv_heads = 8;  // pages of 1 MiB, two to a chunk
+    constexpr uint64_t kPages = 32, kPage = 1 << 20;
+    Rig rig(options, geometry, (kPages + 2) * kPage, 2 * kPages * kPage);
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 2048, 1, 4096));
+    Seq a = make(&rig, 1), b = make(&rig, 2);
+    Step first(&rig, batch, {{&a, 32 * 64, 0}}, 1);
+    first.run();
+    rig.driver().settle();
+    uint64_t calls = FakeDriver::calls_of_this_thread();
+    ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+    EXPECT_LE(FakeDriver::calls_of_this_thread() - calls, 4u);
+    // All of its pages again: this one waits, for what it lacks. Nobody looks at what is in them.
+    Step second(&rig, batch, {{&b, 32 * 64, 0}}, 2);
+    ASSERT_EQ(second.update(), KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_cuda_spill(rig.client(), b.id, rig.stream()), KVM_OK) << kvm_last_error();
+    calls = FakeDriver::calls_of_this_thread();
+    ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+    EXPECT_LE(FakeDriver::calls_of_this_thread() - calls, 40u);  // asking, and two of the pool's
+    if (!in_a_thread) {
+      EXPECT_EQ(whereabouts(rig, a).n_waiting_pages, kPages);
+      EXPECT_EQ(whereabouts(rig, b).n_waiting_pages, kPages);
+    }
+    Step third(&rig, batch, {{&a, 1, 1}}, 3);
+    third.run();
+    rig.driver().settle();
+    third.check("swapped");
+    // Four pieces of a stream, each with waits, a gather, a copy and a record.
+    EXPECT_LE(rig.driver().deepest_but(rig.stream()), 4u * 8);
+    EXPECT_GE(stats_of(rig).n_copies, 3 * kPages / 2);
+    EXPECT_LE(stats_of(rig).n_copies, 3 * kPages / 2 * 2);
+    ASSERT_EQ(kvm_seq_free(rig.client(), b.id), KVM_OK);
+  }
+}
+
+// What the driver refuses when nobody listens is said later, once, and nothing is lost.
+TEST(DeviceTest, MovesThatFailAreTakenBackAndSaid) {
+  FakeOptions options;
+  options.emulate = false;
+  options.moves_in_a_thread = false;
+  Rig rig(options, {}, 64 << 20, 16 << 20);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(2, 600, 1));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  Step first(&rig, batch, {{&a, 300, 1}, {&b, 100, 1}}, 1);
+  first.run();
+  const auto fail_copies = [&] { rig.driver().fail(Operation::kCopy, 1); };
+  // A spill: both sequences stay, for the second one was behind the first.
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK);
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), b.id, rig.stream()), KVM_OK);
+  fail_copies();
+  kvm_seq_id child = 0;
+  EXPECT_EQ(kvm_seq_fork(rig.client(), a.id, 10, &child), KVM_ERR_DEVICE);
+  EXPECT_EQ(stats_of(rig).n_spilled, 0u);
+  EXPECT_EQ(stats_of(rig).spilled_bytes, 0u);
+  EXPECT_EQ(whereabouts(rig, b).failure, static_cast<uint32_t>(KVM_ERR_DEVICE));
+  Step second(&rig, batch, {{&a, 1, 1}, {&b, 1, 1}}, 2);
+  EXPECT_EQ(second.update(), KVM_ERR_DEVICE);
+  EXPECT_NE(std::string(kvm_last_error()).find("copy"), std::string::npos) << kvm_last_error();
+  Step third(&rig, batch, {{&a, 1, 1}, {&b, 1, 1}}, 3);
+  third.run();
+  // A fetch: it is on the host as before.
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK);
+  kvm_cuda_item item{};
+  item.seq = a.id;
+  item.n_query = 1;
+  EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_BUSY);
+  ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK);
+  fail_copies();
+  EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_DEVICE);
+  EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_BUSY);
+  EXPECT_EQ(whereabouts(rig, a).state, static_cast<uint32_t>(KVM_CUDA_SEQ_AWAY));
+  EXPECT_EQ(stats_of(rig).fetched_bytes, 0u);
+  ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK);
+  Step fourth(&rig, batch, {{&b, 1, 1}, {&a, 1, 1}}, 4);
+  fourth.run();
+  rig.driver().settle();
+  first.check("first");
+  third.check("third");
+  fourth.check("fourth");
+  // One that nobody asks about any more.
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK);
+  fail_copies();
+  ASSERT_EQ(kvm_seq_free(rig.client(), a.id), KVM_OK);
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), b.id, rig.stream()), KVM_OK);
+}
+
 TEST(DeviceTest, WhatForksShareStaysOnTheDevice) {
   FakeOptions options;
   options.emulate = false;
@@ -745,27 +909,34 @@ TEST(DeviceTest, WhatForksShareStaysOnTheDevice) {
   ASSERT_EQ(kvm_seq_free(rig.client(), d.id), KVM_OK);  // on the host
 }
 
-TEST(DeviceTest, PagesOfManyHeadsAreSpilled) {
-  FakeOptions options;
-  options.emulate = false;
-  Geometry geometry;
-  geometry.n_layers = 1;
-  geometry.dim = 256;
-  // 64 KiB a head: more than a chunk, were they not two classes.
-  geometry.n_q_heads = geometry.n_kv_heads = 40;
-  Rig rig(options, geometry, 64 << 20, 10 << 20);
-  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 130, 1));
-  Seq a = make(&rig, 1);
-  Step first(&rig, batch, {{&a, 130, 1}}, 1);
-  first.run();
-  ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
-  EXPECT_EQ(stats_of(rig).host_used_bytes, uint64_t{10} << 20);
-  ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
-  Step second(&rig, batch, {{&a, 1, 1}}, 2);
-  second.run();
-  rig.driver().settle();
-  first.check("first");
-  second.check("second");
+TEST(DeviceTest, PagesLongerThanChunksAreSpilled) {
+  for (const uint32_t n_layers : {1u, 3u}) {
+    FakeOptions options;
+    options.emulate = false;
+    Geometry geometry;
+    geometry.n_layers = n_layers;
+    geometry.dim = 256;
+    // 64 KiB a head and layer; 40 heads are two classes.
+    geometry.n_q_heads = geometry.n_kv_heads = 40;
+    // 7.5 MiB, and three times as many, in chunks that are not quite full.
+    const uint64_t host_bytes = uint64_t{n_layers == 1 ? 10u : 24u} << 20;
+    Rig rig(options, geometry, 128 << 20, host_bytes);
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 130, 1));
+    Seq a = make(&rig, 1);
+    Step first(&rig, batch, {{&a, 130, 1}}, 1);
+    first.run();
+    ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(stats_of(rig).host_used_bytes, host_bytes);
+    ASSERT_EQ(kvm_cuda_fetch_range(rig.client(), a.id, 70, 80, rig.stream()), KVM_OK);
+    ASSERT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_OK) << kvm_last_error();
+    Step second(&rig, batch, {{&a, 1, 1}}, 2);
+    second.run();
+    rig.driver().settle();
+    first.check("first");
+    second.check("second");
+    EXPECT_EQ(whereabouts(rig, a).n_host_pages, 0u);
+    EXPECT_EQ(stats_of(rig).host_used_bytes, 0u);
+  }
 }
 
 TEST(DeviceTest, FullPoolsRefuseAndChangeNothing) {
@@ -971,7 +1142,14 @@ void live(Rig* rig) {
     for (uint32_t tries = 0; tries < 3; ++tries) {
       Step one(rig, batch, shares, seed);
       if (one.update() != KVM_OK) {
-        continue;  // as it was: try again
+        // As it was: try again. Whose fetch has failed is on the host.
+        for (const Share& share : shares) {
+          for (uint32_t n = 0;
+               kvm_cuda_fetch(rig->client(), share.seq->id, rig->stream()) != KVM_OK; ++n) {
+            ASSERT_LT(n, 2u) << kvm_last_error();
+          }
+        }
+        continue;
       }
       while (one.launch() != KVM_OK) {
         ASSERT_LT(++tries, 4u);
@@ -1007,11 +1185,14 @@ void live(Rig* rig) {
   EXPECT_EQ(stats_of(*rig).n_spilled, 0u);
 }
 
-TEST(DeviceFaultTest, EveryFailureIsSurvived) {
+// Lives in which one call of the driver fails, any of them in turn. Where copies are enqueued by a
+// thread, which call that is changes from run to run.
+void survive_all(bool in_a_thread) {
   // How often each operation is called in a life without faults.
   std::vector<uint64_t> counts(static_cast<size_t>(Operation::kCount));
   FakeOptions options;
   options.emulate = false;
+  options.moves_in_a_thread = in_a_thread;
   {
     Rig rig(options, {});
     const auto count = [&](size_t i) { return rig.driver().counts(static_cast<Operation>(i)); };
@@ -1042,6 +1223,10 @@ TEST(DeviceFaultTest, EveryFailureIsSurvived) {
   }
   EXPECT_GT(n_lives, 30u);
 }
+
+TEST(DeviceFaultTest, EveryFailureIsSurvived) { survive_all(true); }
+
+TEST(DeviceFaultTest, EveryFailureIsSurvivedWhereCopiesWaitForWhoNeedsThem) { survive_all(false); }
 
 TEST(DeviceFaultTest, OpeningFails) {
   const Operation operations[] = {Operation::kRegister, Operation::kStream, Operation::kAllocate};

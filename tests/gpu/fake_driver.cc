@@ -23,6 +23,8 @@ using namespace attention::gpu;  // NOLINT: parameters and kernels
 
 constexpr size_t kMaxComplaints = 2000;  // characters
 
+thread_local uint64_t n_calls = 0;
+
 // Channel i of a row; `scale`: its scale's bits where it is one of bytes.
 double stored_value(const uint8_t* row, uint32_t i, CodecId codec, const uint8_t* scale) {
   uint16_t bits = 0;
@@ -89,6 +91,7 @@ FakeDriver::FakeDriver(const FakeOptions& options) : options_(options), state_(o
   facts_.free_bytes = options.memory_bytes;
   facts_.granularity_bytes = options.granularity_bytes;
   facts_.n_sms = options.blocks;
+  facts_.moves_in_a_thread = options.moves_in_a_thread;
   queues_.emplace(nullptr, std::make_unique<Queue>());
   for (const auto& [operation, nth] : options.fail_first) {
     fail(operation, nth);
@@ -119,6 +122,7 @@ void FakeDriver::complain(const std::string& what) {
 }
 
 std::string FakeDriver::leftovers() const {
+  const std::lock_guard lock(mutex_);
   std::string text;
   const auto add = [&text](size_t n, const char* what) {
     if (n != 0) {
@@ -134,7 +138,10 @@ std::string FakeDriver::leftovers() const {
   return text;
 }
 
+uint64_t FakeDriver::calls_of_this_thread() { return n_calls; }
+
 Status FakeDriver::begin(Operation operation, const char* name) {
+  ++n_calls;
   if (options_.eagerness != 0) {
     while (random() % options_.eagerness == 0 && progress()) {
     }
@@ -150,6 +157,7 @@ Status FakeDriver::begin(Operation operation, const char* name) {
 // --- Memory -------------------------------------------------------------------------------------
 
 Result<uint8_t*> FakeDriver::reserve(uint64_t size_bytes) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kReserve, "reserve"));
   if (size_bytes == 0 || size_bytes % options_.granularity_bytes != 0) {
     complain("reserve: " + std::to_string(size_bytes) + " bytes");
@@ -164,6 +172,7 @@ Result<uint8_t*> FakeDriver::reserve(uint64_t size_bytes) {
 }
 
 void FakeDriver::release(uint8_t* range, uint64_t size_bytes) {
+  const std::lock_guard lock(mutex_);
   const auto found = reserved_.find(range);
   if (found == reserved_.end() || found->second != size_bytes) {
     complain("release: not a reserved range");
@@ -178,6 +187,7 @@ void FakeDriver::release(uint8_t* range, uint64_t size_bytes) {
 }
 
 Status FakeDriver::map(uint8_t* at, uint64_t size_bytes) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kMap, "map"));
   if (mapped_bytes_ + size_bytes > options_.memory_bytes) {
     return Status(KVM_ERR_NO_SPACE, "map: the device is full");
@@ -197,6 +207,7 @@ Status FakeDriver::map(uint8_t* at, uint64_t size_bytes) {
 }
 
 void FakeDriver::unmap(uint8_t* at, uint64_t size_bytes) {
+  const std::lock_guard lock(mutex_);
   const auto found = live_.find(at);
   if (found == live_.end() || found->second != size_bytes || allocated_.contains(at)) {
     complain("unmap: not what was mapped");
@@ -208,6 +219,7 @@ void FakeDriver::unmap(uint8_t* at, uint64_t size_bytes) {
 }
 
 Result<uint8_t*> FakeDriver::allocate(uint64_t size_bytes) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kAllocate, "allocate"));
   if (size_bytes > options_.memory_bytes) {
     return Status(KVM_ERR_NO_SPACE, "allocate: the device has less");
@@ -224,6 +236,7 @@ Result<uint8_t*> FakeDriver::allocate(uint64_t size_bytes) {
 }
 
 void FakeDriver::free(uint8_t* memory) {
+  const std::lock_guard lock(mutex_);
   const auto found = allocated_.find(memory);
   if (found == allocated_.end()) {
     complain("free: not allocated");
@@ -235,6 +248,7 @@ void FakeDriver::free(uint8_t* memory) {
 }
 
 Status FakeDriver::register_host(void* memory, uint64_t size_bytes) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kRegister, "register"));
   if (reinterpret_cast<uintptr_t>(memory) % 4096 != 0 || covers(registered_, memory, 1)) {
     complain("register: misaligned, or registered already");
@@ -244,6 +258,7 @@ Status FakeDriver::register_host(void* memory, uint64_t size_bytes) {
 }
 
 void FakeDriver::unregister_host(void* memory) {
+  const std::lock_guard lock(mutex_);
   if (registered_.erase(static_cast<uint8_t*>(memory)) == 0) {
     complain("unregister: not registered");
   }
@@ -260,6 +275,7 @@ bool FakeDriver::is_host(const void* at, uint64_t size_bytes) const {
 // --- Streams ------------------------------------------------------------------------------------
 
 Result<Stream> FakeDriver::create_stream() {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kStream, "create_stream"));
   auto* const stream = reinterpret_cast<Stream>(uintptr_t{0x1000} + ++last_handle_);
   queues_.emplace(stream, std::make_unique<Queue>());
@@ -267,6 +283,7 @@ Result<Stream> FakeDriver::create_stream() {
 }
 
 void FakeDriver::destroy_stream(Stream stream) {
+  const std::lock_guard lock(mutex_);
   while (!queue(stream).work.empty()) {
     if (!progress()) {
       complain("destroy_stream: its work waits for ever");
@@ -279,6 +296,7 @@ void FakeDriver::destroy_stream(Stream stream) {
 }
 
 Result<Event> FakeDriver::create_event() {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kEvent, "create_event"));
   auto* const event = reinterpret_cast<Event>(uintptr_t{0x1000} + ++last_handle_);
   events_.emplace(event, std::make_shared<Marker>());
@@ -286,6 +304,7 @@ Result<Event> FakeDriver::create_event() {
 }
 
 void FakeDriver::destroy_event(Event event) {
+  const std::lock_guard lock(mutex_);
   if (events_.erase(event) == 0) {
     complain("destroy_event: no such event");
   }
@@ -306,10 +325,12 @@ void FakeDriver::enqueue(Stream stream, std::function<void()> run) {
     to.graph.push_back(std::move(run));
   } else {
     to.work.push_back({std::move(run), nullptr});
+    to.deepest = std::max(to.deepest, to.work.size());
   }
 }
 
 Status FakeDriver::record(Event event, Stream stream) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kRecord, "record"));
   const auto found = events_.find(event);
   if (found == events_.end() || queue(stream).captured) {
@@ -324,6 +345,7 @@ Status FakeDriver::record(Event event, Stream stream) {
 }
 
 Status FakeDriver::wait(Stream stream, Event event) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kWait, "wait"));
   const auto found = events_.find(event);
   if (found == events_.end() || queue(stream).captured) {
@@ -357,6 +379,7 @@ bool FakeDriver::progress() {
 }
 
 void FakeDriver::settle() {
+  const std::lock_guard lock(mutex_);
   while (progress()) {
   }
   for (const auto& [stream, of] : queues_) {
@@ -368,6 +391,7 @@ void FakeDriver::settle() {
 }
 
 Result<bool> FakeDriver::is_done(Event event) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kQuery, "is_done"));
   const auto found = events_.find(event);
   if (found == events_.end()) {
@@ -378,6 +402,7 @@ Result<bool> FakeDriver::is_done(Event event) {
 }
 
 Status FakeDriver::synchronize(Event event) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kSynchronize, "synchronize"));
   const auto found = events_.find(event);
   if (found == events_.end()) {
@@ -394,29 +419,48 @@ Status FakeDriver::synchronize(Event event) {
 }
 
 Status FakeDriver::synchronize_device() {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kSynchronize, "synchronize_device"));
   settle();
   return Status::ok();
 }
 
-Result<bool> FakeDriver::is_capturing(Stream stream) { return queue(stream).captured; }
+Result<bool> FakeDriver::is_capturing(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  return queue(stream).captured;
+}
 
-void FakeDriver::begin_capture(Stream stream) { queue(stream).captured = true; }
+void FakeDriver::begin_capture(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  queue(stream).captured = true;
+}
 
 FakeDriver::Graph FakeDriver::end_capture(Stream stream) {
+  const std::lock_guard lock(mutex_);
   queue(stream).captured = false;
   return std::exchange(queue(stream).graph, {});
 }
 
 void FakeDriver::replay(const Graph& graph, Stream stream) {
+  const std::lock_guard lock(mutex_);
   for (const std::function<void()>& node : graph) {
     enqueue(stream, node);
   }
 }
 
+uint64_t FakeDriver::deepest_but(Stream stream) const {
+  const std::lock_guard lock(mutex_);
+  uint64_t deepest = 0;
+  for (const auto& [one, of] : queues_) {
+    deepest = std::max<uint64_t>(deepest, one == stream ? 0 : of->deepest);
+  }
+  return deepest;
+}
+
 // --- Copies and kernels -------------------------------------------------------------------------
 
 Status FakeDriver::copy(void* to, const void* from, uint64_t size_bytes, Stream stream) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kCopy, "copy"));
   enqueue(stream, [this, to, from, size_bytes] {
     const bool to_device = is_device(to, size_bytes), from_device = is_device(from, size_bytes);
@@ -460,6 +504,7 @@ Result<uint32_t> FakeDriver::decode_blocks(const DecodeKernel& kernel) {
 
 Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
                           Stream stream) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kLaunch, "decode"));
   enqueue(stream, [this, kernel, params, n_blocks] {
     if (!options_.emulate) {
@@ -476,6 +521,7 @@ Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params
 
 Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
                          Stream stream) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kLaunch, "merge"));
   enqueue(stream, [this, dim, params, n_merges] {
     if (!options_.emulate) {
@@ -493,6 +539,7 @@ Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
 
 Status FakeDriver::append(CodecId stored, const AppendParams& params, uint32_t n_tokens,
                           Stream stream) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kLaunch, "append"));
   enqueue(stream, [this, stored, params, n_tokens] {
     run_kernel("append", n_tokens, kAppendThreads, 0, [&params, stored] {
@@ -503,6 +550,7 @@ Status FakeDriver::append(CodecId stored, const AppendParams& params, uint32_t n
 }
 
 Status FakeDriver::scatter(const ScatterParams& params, Stream stream) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kLaunch, "scatter"));
   enqueue(stream, [this, params] {
     run_kernel("scatter", params.n_runs, kScatterThreads, 0, [&params] { scatter_thread(params); });
@@ -511,8 +559,13 @@ Status FakeDriver::scatter(const ScatterParams& params, Stream stream) {
 }
 
 Status FakeDriver::move(const MoveParams& params, Stream stream) {
+  const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kLaunch, "move"));
   enqueue(stream, [this, params] {
+    if (!options_.emulate) {
+      plain_move(params);
+      return;
+    }
     run_kernel("move", params.n_pages * kMoveBlocks, kMoveThreads, 0,
                [&params] { move_thread(params); });
   });
@@ -600,6 +653,17 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
       }
       piece = work.next;
     } while (piece != 0);
+  }
+}
+
+void FakeDriver::plain_move(const MoveParams& p) {
+  for (uint32_t i = 0; i < p.n_pages; ++i) {
+    uint8_t* const packed = p.packed + i * p.page_bytes;
+    if (!is_device(packed, p.page_bytes) || !is_device(p.pages[i], p.page_bytes)) {
+      complain("move: a page or a buffer that is not mapped");
+      return;
+    }
+    std::memcpy(p.pack ? packed : p.pages[i], p.pack ? p.pages[i] : packed, p.page_bytes);
   }
 }
 

@@ -5,13 +5,13 @@
 // where `eagerness` says so, earlier at random, any stream first. Memory has no meaningful contents
 // until it is written, and none after it is unmapped. What work touches is checked when it happens:
 // device memory must be mapped, host memory registered. Kernels run in the emulator; with
-// emulate = false, decode and merge kernels as plain loops in fp64, for sizes that the emulator
-// would take too long for.
+// emulate = false, decode and merge kernels as plain loops in fp64 and moves as copies, for sizes
+// that the emulator would take too long for.
 //
 // Misuse (memory that is not there, a wait without end, faults of the emulator) does not fail calls
 // but is kept in complaints(), which a test asks for at its end.
 //
-// The default stream (null) is a stream like others. Threads: one at a time.
+// The default stream (null) is a stream like others.  Threads: any; one after the other.
 #ifndef KVM_TESTS_GPU_FAKE_DRIVER_H_
 #define KVM_TESTS_GPU_FAKE_DRIVER_H_
 
@@ -19,6 +19,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -54,6 +55,7 @@ struct FakeOptions {
   uint32_t blocks = 4;     // of a decode kernel, at once
   uint32_t eagerness = 0;  // one of so many calls lets some work happen; 0: none does
   bool emulate = true;
+  bool moves_in_a_thread = true;                           // as in DriverFacts
   std::vector<std::pair<Operation, uint64_t>> fail_first;  // as by fail(), from the start
   std::function<void(const FakeDriver&)> at_end;           // called by the destructor
 };
@@ -67,12 +69,20 @@ class FakeDriver final : public Driver {
 
   // The nth call of this operation from now on (1: the next) fails; 0: none.
   void fail(Operation operation, uint64_t nth) {
+    const std::lock_guard lock(mutex_);
     fail_at_[static_cast<size_t>(operation)] = nth == 0 ? 0 : counts(operation) + nth;
   }
-  uint64_t counts(Operation operation) const { return counts_[static_cast<size_t>(operation)]; }
+  uint64_t counts(Operation operation) const {
+    const std::lock_guard lock(mutex_);
+    return counts_[static_cast<size_t>(operation)];
+  }
+  // Of calls that this thread has made, whatever the operation.
+  static uint64_t calls_of_this_thread();
   uint64_t copied_bytes() const { return copied_bytes_; }
   // Of copies between host and device.
   uint64_t shortest_transfer() const { return shortest_transfer_; }
+  // The most that was ever enqueued and not done on a stream that there is, but on this one.
+  uint64_t deepest_but(Stream stream) const;
 
   // Until end_capture, work that is enqueued on the stream goes into a graph.
   using Graph = std::vector<std::function<void()>>;
@@ -128,6 +138,7 @@ class FakeDriver final : public Driver {
   };
   struct Queue {
     std::deque<Work> work;
+    size_t deepest = 0;
     bool captured = false;
     Graph graph;
   };
@@ -146,9 +157,11 @@ class FakeDriver final : public Driver {
                   const std::function<void()>& kernel);
   void plain_decode(const attention::gpu::DecodeKernel& kernel,
                     const attention::gpu::DecodeParams& p, uint32_t n_blocks);
+  void plain_move(const attention::gpu::MoveParams& p);
   void plain_merge(uint32_t dim, const attention::gpu::MergeParams& p, uint32_t n_merges);
   uint64_t random();
 
+  mutable std::recursive_mutex mutex_;  // held while work happens, too
   FakeOptions options_;
   DriverFacts facts_;
   uint64_t state_;
