@@ -79,6 +79,7 @@ class Machine {
   std::vector<std::byte> shared;
   Report report;
   Thread& self() { return *threads_[thread]; }
+  uint32_t blocks() const { return launch_->blocks; }
 
  private:
   static void entry();
@@ -398,6 +399,7 @@ Report run(const Launch& launch, const std::function<void()>& kernel) {
 
 uint32_t current_thread() { return machine->thread; }
 uint32_t current_block() { return machine->block; }
+uint32_t current_blocks() { return machine->blocks(); }
 
 void sync_warp() {
   Machine& m = *machine;

@@ -55,6 +55,7 @@ Report run(const Launch& launch, const std::function<void()>& kernel);
 
 uint32_t current_thread();
 uint32_t current_block();
+uint32_t current_blocks();  // of the launch
 void sync_warp();
 void sync_block();
 uint64_t shuffle(uint64_t value, uint32_t lane);

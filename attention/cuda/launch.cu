@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "attention/cuda/shapes.h"
 #include "attention/cuda/table_kernel.h"
 
@@ -36,10 +38,12 @@ cudaError_t current_major(int* major) {
              : cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device);
 }
 
-// With room for 8 blocks a SM the compiler has registers enough: left alone it saves on them, and
-// spills.
+// Blocks on an SM: with room for these the compiler has registers enough: left alone it saves on
+// them, and spills. Rows beyond are taken by blocks that have ended one: in a captured launch, which
+// has the largest size, most blocks would begin for nothing.
+constexpr uint32_t kMergeBlocks = 8;
 template <uint32_t kDim>
-__global__ void __launch_bounds__(kMergeThreads, 8)
+__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge_kernel(const __grid_constant__ MergeParams params) {
   merge_thread<kDim>(params);
 }
@@ -145,12 +149,21 @@ cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params
   return error;
 }
 
-cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
-                         cudaStream_t stream) {
-  const uint32_t blocks = n_merges * params.rows;
-  if (blocks == 0) {
+cudaError_t launch_merge(uint32_t dim, MergeParams params, uint32_t n_merges, cudaStream_t stream) {
+  if (n_merges * params.rows == 0) {
     return cudaSuccess;
   }
+  params.n_merges = n_merges;
+  int device = 0, n_sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const uint32_t blocks =
+      std::min(n_merges * params.rows, static_cast<uint32_t>(n_sms) * kMergeBlocks);
   switch (dim) {
     case 64:
       merge_kernel<64><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);

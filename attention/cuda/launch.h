@@ -34,8 +34,8 @@ bool decode_shape(const DecodeKernel& kernel, int major, Residency* out);
 // n_blocks: of the plan; nothing is launched for 0.
 cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
                           cudaStream_t stream);
-cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
-                         cudaStream_t stream);
+// n_merges: at most; where there is a count on the device, that holds.
+cudaError_t launch_merge(uint32_t dim, MergeParams params, uint32_t n_merges, cudaStream_t stream);
 // codec: of the pages.
 cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,
                           cudaStream_t stream);

@@ -2,7 +2,8 @@
 // Merges partial states into results: o = sum_i e^(lse_i - lse) o_i, lse = ln sum_i e^lse_i. The
 // formula is that of base/merge.h for many states at once; empty ones (lse = -inf) count nothing.
 //
-// One block of kMergeThreads per row. All lse are loaded first, side by side; then threads read the
+// A block of kMergeThreads takes a row, then the one that is as many rows further as there are
+// blocks. All lse are loaded first, side by side; then threads read the
 // states, 4 channels each, groups of threads taking every kGroups-th state. The order of additions
 // depends on the number of states and on the dimension only.
 #ifndef KVM_ATTENTION_CUDA_MERGE_KERNEL_H_
@@ -46,14 +47,14 @@ KVM_GPU float reduce_block(float value, SharedAddress scratch) {
   return all;
 }
 
-// Does the work of one thread of the block.
+// Merges one row: `item` counts rows, p.rows of each merge.
 template <uint32_t kDim>
-KVM_GPU void merge_thread(const MergeParams& p) {
+KVM_GPU void merge_row(const MergeParams& p, uint32_t item) {
   constexpr uint32_t kColumns = kDim / 4;
   constexpr uint32_t kGroups = kMergeThreads / kColumns;
   static_assert(kMergeThreads % kColumns == 0);
-  const Merge merge = p.merges[block_id() / p.rows];
-  const uint32_t row = block_id() % p.rows;
+  const Merge merge = p.merges[item / p.rows];
+  const uint32_t row = item % p.rows;
   const SharedAddress shared = shared_start();
   const uint32_t rows_left = merge.n_query * p.tensors.group - merge.row_first;
   if (row >= rows_left || row >= p.block_rows) {
@@ -114,6 +115,17 @@ KVM_GPU void merge_thread(const MergeParams& p) {
     if (thread_id() == 0) {
       store_lse(p.tensors, at, total != 0.0f ? top + log2_fast(total) * kLn2 : minus_infinity());
     }
+  }
+}
+
+// Does the work of one thread of the block.
+template <uint32_t kDim>
+KVM_GPU void merge_thread(const MergeParams& p) {
+  const uint32_t n_merges = p.count != nullptr ? load_global<uint32_t>(p.count) : p.n_merges;
+  // Between rows there is no barrier more: what a row writes first, nobody reads any longer who has
+  // come past the last barrier of the row before; the rest is written behind a barrier of its own.
+  for (uint32_t item = block_id(); item < n_merges * p.rows; item += n_blocks()) {
+    merge_row<kDim>(p, item);
   }
 }
 

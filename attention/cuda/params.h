@@ -163,7 +163,11 @@ inline void set_scale(DecodeParams* params, float scale, float softcap) {
 
 struct MergeParams {
   AttendTensors tensors;
-  const Merge* merges = nullptr;  // block b takes merge b / rows, row b % rows
+  const Merge* merges = nullptr;
+  // How many there are: a word on the device, for captured launches, which have the largest size; or
+  // null and n_merges.
+  const uint32_t* count = nullptr;
+  uint32_t n_merges = 0;  // set by the launch
   const float* partial_o = nullptr;
   const float* partial_lse = nullptr;
   uint32_t rows = 0;        // of the largest request, at most those of a block

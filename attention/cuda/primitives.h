@@ -5,7 +5,7 @@
 //
 // What both provide, in namespace kvm::attention::gpu:
 //
-//   thread_id(), lane_id(), block_id()
+//   thread_id(), lane_id(), block_id(), n_blocks()
 //   warp_id()                                    whole warps, converged: it is a shuffle
 //   shared_start()                               of the block's dynamic shared memory
 //   sync_warp(), sync_block()

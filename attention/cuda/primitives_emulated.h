@@ -23,6 +23,7 @@ KVM_GPU uint32_t warp_id() {
   return static_cast<uint32_t>(emulator::shuffle(emulator::current_thread() / 32, 0));
 }
 KVM_GPU uint32_t block_id() { return emulator::current_block(); }
+KVM_GPU uint32_t n_blocks() { return emulator::current_blocks(); }
 
 KVM_GPU void sync_warp() { emulator::sync_warp(); }
 KVM_GPU void sync_block() { emulator::sync_block(); }

@@ -14,6 +14,7 @@ KVM_GPU uint32_t lane_id() { return threadIdx.x % 32; }
 // From a shuffle, so that the compiler knows it to be the same for the whole warp.
 KVM_GPU uint32_t warp_id() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
 KVM_GPU uint32_t block_id() { return blockIdx.x; }
+KVM_GPU uint32_t n_blocks() { return gridDim.x; }
 
 KVM_GPU void sync_warp() { __syncwarp(); }
 KVM_GPU void sync_block() { __syncthreads(); }

@@ -22,6 +22,7 @@ namespace {
 using namespace attention::gpu;  // NOLINT: parameters and kernels
 
 constexpr size_t kMaxComplaints = 2000;  // characters
+constexpr uint32_t kMergeBlocks = 5;     // of a launch: fewer than there are rows
 
 // Channel i of a row; `scale`: its scale's bits where it is one of bytes.
 double stored_value(const uint8_t* row, uint32_t i, CodecId codec, const uint8_t* scale) {
@@ -482,10 +483,13 @@ Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
       plain_merge(dim, params, n_merges);
       return;
     }
-    run_kernel("merge", n_merges * params.rows, kMergeThreads, kMergeSharedBytes, [&params, dim] {
-      dim == 64    ? merge_thread<64>(params)
-      : dim == 128 ? merge_thread<128>(params)
-                   : merge_thread<256>(params);
+    MergeParams all = params;
+    all.n_merges = n_merges;
+    const uint32_t blocks = std::min(n_merges * params.rows, kMergeBlocks);
+    run_kernel("merge", blocks, kMergeThreads, kMergeSharedBytes, [&all, dim] {
+      dim == 64    ? merge_thread<64>(all)
+      : dim == 128 ? merge_thread<128>(all)
+                   : merge_thread<256>(all);
     });
   });
   return Status::ok();

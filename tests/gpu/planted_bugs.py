@@ -144,6 +144,11 @@ BUGS = [
     ("merge weights", MERGE, "top + log2_fast(total) * kLn2", "top + log2_fast(total)"),
     ("merge weights", MERGE, "slot = thread_id() / kColumns; slot < merge.n_slots",
      "slot = thread_id() / kColumns; slot + 1 < merge.n_slots"),
+    ("merge rows", MERGE, "p.count != nullptr ? load_global<uint32_t>(p.count) : p.n_merges",
+     "p.n_merges"),
+    ("merge rows", MERGE, "item < n_merges * p.rows; item += n_blocks()",
+     "item < n_merges * p.rows; item += n_blocks() + 1"),
+    ("merge rows", MERGE, "item < n_merges * p.rows;", "item + 1 < n_merges * p.rows;"),
     # Rows of bytes.
     ("swizzle", DECODE, "(chunk ^ (row / 2 % 4)) * 16", "(chunk ^ (row % 4)) * 16"),
     ("byte order", DECODE, "permute_bytes<0x7531>(low, high)", "permute_bytes<0x5713>(low, high)"),
