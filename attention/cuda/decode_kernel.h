@@ -206,8 +206,8 @@ KVM_GPU uint32_t tile_offset(uint32_t row, uint32_t chunk) {
 }
 
 // From the address of (row, chunk) of a tile to that of (row + rows, chunk + chunks): constants,
-// but for an exclusive or. REQUIRES: the numbers that are added have no bit in common, of rows in the
-// lowest three.
+// but for an exclusive or. REQUIRES: the numbers that are added have no bit in common, of rows in
+// the lowest three.
 template <class Shape>
 KVM_GPU SharedAddress moved(SharedAddress from, uint32_t rows, uint32_t chunks) {
   if constexpr (Shape::kRowChunks >= 8) {

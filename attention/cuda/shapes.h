@@ -46,8 +46,8 @@ struct ShapeOf<kElement, 256, 1, true> {
 
 // The shape that code for sm_80 has instead: with as many stages as let two blocks run on an SM,
 // which has 164 KiB and takes 1 for itself from each. A block has a warp for each scheduler; of
-// two, one has work while the other waits. sm_86 and 89 run that code too: they have room for one block,
-// and need a quarter of the bytes under way.
+// two, one has work while the other waits. sm_86 and 89 run that code too: they have room for one
+// block, and need a quarter of the bytes under way.
 inline constexpr uint32_t kHalfOfSm80 = 81 << 10;
 template <class Shape>
 using Sm80Shape = DecodeShape<Shape::kElement, Shape::kDim, Shape::kTile,
