@@ -34,6 +34,21 @@
 
 namespace kvm::attention::gpu {
 
+// How many lanes of a store of the state find their bank taken: 128 bytes are stored in a turn.
+constexpr uint32_t conflicts_of_stores(uint32_t stride, uint32_t channels) {
+  uint32_t conflicts = 0;
+  for (uint32_t first = 0; first < 32; first += 32 / channels) {
+    uint32_t banks = 0;
+    for (uint32_t lane = first; lane < first + 32 / channels; ++lane) {
+      const uint32_t taken = ((1u << channels) - 1)
+                             << (lane / 4 * stride + lane % 4 * channels) % 32;
+      conflicts += (banks & taken) != 0 ? 1 : 0;
+      banks |= taken;
+    }
+  }
+  return conflicts;
+}
+
 // REQUIRES: kDim of 64, 128, 256; kTile a multiple of 16, at most 32; kStages >= 2.
 template <Element kElementType, uint32_t kDimValue, uint32_t kTileTokens, uint32_t kStageCount,
           uint32_t kWarpCount, uint32_t kRowTileCount>
@@ -57,12 +72,14 @@ struct DecodeShape {
   static constexpr uint32_t kStageBytes = 2 * (kPlaneBytes + kScaleBytes);
   static constexpr uint32_t kWarpBytes = kStages * kStageBytes;
   static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
-  // Four floats beyond the channels put the rows of a quad into different banks.
-  static constexpr uint32_t kStateStride = kDim + 4;
+  // Floats beyond the channels put the rows that a store takes in one turn into different banks.
+  static constexpr uint32_t kStateChannels = kScaled ? 4 : 2;  // that a lane stores at once
+  static constexpr uint32_t kStateStride = kDim + 4 * kStateChannels;
   static constexpr uint32_t kStateBytes = kRows * (kStateStride + 2) * 4;
 
   static_assert(kDim % 64 == 0 && kDim <= 256 && kTile % 16 == 0 && kTile <= 32 && kStages >= 2);
-  static_assert(kStateBytes <= kWarpBytes);
+  static_assert(kStateBytes <= kWarpBytes && kStateStride % kStateChannels == 0);
+  static_assert(conflicts_of_stores(kStateStride, kStateChannels) == 0);
   // moved() counts on it.
   static_assert(kStageBytes % 128 == 0 && kWarpBytes % 128 == 0);
 };
@@ -186,9 +203,9 @@ KVM_GPU uint32_t tile_offset(uint32_t row, uint32_t chunk) {
   }
 }
 
-// From the address of (row, chunk) of a tile to that of (row + rows, chunk + chunks): constants, but
-// for an exclusive or. REQUIRES: the numbers that are added have no bit in common, of rows in the
-// lowest three.
+// From the address of (row, chunk) of a tile to that of (row + rows, chunk + chunks): constants and
+// an exclusive or. REQUIRES: the numbers that are added have no bit in common, of rows in the lowest
+// three.
 template <class Shape>
 KVM_GPU SharedAddress moved(SharedAddress from, uint32_t rows, uint32_t chunks) {
   if constexpr (Shape::kRowChunks >= 8) {

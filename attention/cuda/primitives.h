@@ -12,8 +12,8 @@
 //     SYNC: shared memory written before by any thread of the warp (the block) is visible after.
 //     Nothing else orders shared memory: not a shuffle, not a matrix instruction.
 //   shuffle(value, lane), shuffle_xor(value, mask), any_lane(bool)      whole warps, converged
-//   copy_async_16(SharedAddress, const void*), copy_async_16(SharedAddress, const void*, bool valid)
-//     16 bytes from global to shared memory, zeros where not valid; both aligned to 16.
+//   copy_async_16(SharedAddress, const void*), copy_async_16(SharedAddress, const void*, bool)
+//     16 bytes from global to shared memory, zeros where not valid (false); both aligned to 16.
 //   copy_async_4(SharedAddress, const void*, bool valid)           4 bytes likewise, aligned to 4
 //   copy_async_commit(), copy_async_wait<n>()
 //     SYNC: after the wait, all but the newest n committed groups of this thread have landed, for
