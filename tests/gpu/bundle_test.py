@@ -3,17 +3,28 @@
 
 Usage: bundle_test.py BUDGET BUILD_FOLDER [--update]
 
-budget.txt has a line per architecture and kernel: registers at most, and bytes of shared memory.
-With KVM_GPU_ARCHITECTURES (CMake's names, as for gpu_bundle.sh) only their lines count. Spills are
-never allowed. A kernel without a line, or a line without a kernel, is a failure;
---update writes the file as it should be, to show in review. Also runs the program: without a GPU it
-has to say so, with status 77. Exit status 77 where there is no nvcc. Python standard library only.
+budget.txt has a line per architecture and kernel: registers at most, bytes of shared memory, and
+for decode kernels the instructions of the loop over tiles for each KiB of K and V. With
+KVM_GPU_ARCHITECTURES (CMake's names, as for gpu_bundle.sh) only their lines count. Spills are never
+allowed. A kernel without a line, or a line without a kernel, is a failure; --update writes the file
+as it should be, to show in review. Also runs the program: without a GPU it has to say so, with
+status 77. Exit status 77 where there is no nvcc. Python standard library only.
+
+Instructions are counted in the object file, as cuobjdump prints it: the shortest way round the loop
+that copies a tile and evaluates one (sass.py has the rules). cuobjdump, and nvdisasm which it runs,
+are those of the PATH or of packages/python.txt in build/venv. Where there are none this part is
+left out, and the last line says so.
 """
 
+import glob
 import os
 import re
+import shutil
 import subprocess
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import sass  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -66,18 +77,64 @@ def parse_shapes(text):
     return shapes
 
 
+def find_cuobjdump():
+    """A cuobjdump that finds its nvdisasm, or None."""
+    pattern = os.path.join(ROOT, "build", "venv", "lib", "python3*", "site-packages", "nvidia",
+                           "*", "bin")
+    for folder in [*os.environ.get("PATH", "").split(os.pathsep), *sorted(glob.glob(pattern))]:
+        tools = [shutil.which(name, path=folder) for name in ("cuobjdump", "nvdisasm")]
+        if folder and all(tools):
+            return tools[0]
+    return None
+
+
+def loop_lengths(text):
+    """{(architecture, kernel): instructions for each KiB} of the decode kernels that are printed;
+    None where the loop over tiles is not found."""
+    lengths = {}
+    for (architecture, symbol), code in sass.parse(text).items():
+        if match := DECODE.search(symbol):
+            element, dim, tile, _, _, row_tiles = map(int, match.groups())
+            element_bytes = 1 if ELEMENT[str(element)] in ("int8", "fp8") else 2
+            lengths[architecture, kernel_name(symbol)] = sass.per_kib(
+                code, element_bytes, dim, tile, row_tiles)
+    return lengths
+
+
+def read_loops(folder):
+    """The same of the object file that was made in `folder`; None where no tool reads it."""
+    tool = find_cuobjdump()
+    if not tool:
+        return None
+    [made] = glob.glob(os.path.join(folder, "**", "launch.cu.o"), recursive=True)
+    environment = dict(os.environ, NVDISASM_PATH=os.path.dirname(tool))
+    return loop_lengths(subprocess.run([tool, "-sass", made], check=True, capture_output=True,
+                                       text=True, env=environment).stdout)
+
+
 def parse_budget(text):
     budget = {}
     for line in text.splitlines():
         words = line.split("#", 1)[0].split()
         if words:
-            architecture, kernel, registers, shared = words
-            budget[architecture, kernel] = (int(registers), int(shared))
+            architecture, kernel, registers, shared, loop = words
+            budget[architecture, kernel] = (int(registers), int(shared),
+                                            None if loop == "-" else float(loop))
     return budget
 
 
-def judge(found, shapes, budget):
-    """Complaints about kernels that are over budget, unknown or missing."""
+def judge_loop(where, most, length):
+    if length is None:
+        return [f"{where}: no loop over tiles found in its instructions"]
+    if most is None:
+        return [f"{where}: no budget for the instructions of its loop ({length} for each KiB)"]
+    if length > most:
+        return [f"{where}: {length} instructions for each KiB of K and V; at most {most}"]
+    return []
+
+
+def judge(found, shapes, budget, loops):
+    """Complaints about kernels that are over budget, unknown or missing. loops: None = not read."""
     complaints = []
     for key, (registers, shared, spilled) in sorted(found.items()):
         shared += shapes.get(key[1], 0)
@@ -87,22 +144,27 @@ def judge(found, shapes, budget):
         if key not in budget:
             complaints.append(f"{where}: not in the budget ({registers} registers)")
             continue
-        most_registers, most_shared = budget[key]
+        most_registers, most_shared, most_loop = budget[key]
         if registers > most_registers:
             complaints.append(f"{where}: {registers} registers; at most {most_registers}")
         if shared > most_shared:
             complaints.append(f"{where}: {shared} bytes of shared memory; at most {most_shared}")
+        if loops is not None and key[1].startswith("decode_"):
+            complaints += judge_loop(where, most_loop, loops.get(key))
     complaints += [f"{' '.join(key)}: in the budget, but not compiled"
                    for key in sorted(budget.keys() - found.keys())]
     return complaints
 
 
-def budget_text(found, shapes):
+def budget_text(found, shapes, loops):
     lines = ["# What nvcc may make of the shipped kernels: architecture, kernel, registers,",
-             "# bytes of shared memory, each at most. None may spill. Written by --update."]
-    for (architecture, kernel), (registers, shared, _) in sorted(found.items()):
+             "# bytes of shared memory, instructions of the loop over tiles for each KiB of K",
+             "# and V, each at most. None may spill. Written by --update."]
+    for key, (registers, shared, _) in sorted(found.items()):
+        architecture, kernel = key
+        loop = loops.get(key)
         lines.append(f"{architecture:7} {kernel:24} {registers:4} "
-                     f"{shared + shapes.get(kernel, 0):7}")
+                     f"{shared + shapes.get(kernel, 0):7} {'-' if loop is None else loop:>6}")
     return "\n".join(lines) + "\n"
 
 
@@ -119,13 +181,16 @@ def main():
         found = parse_log(file.read())
     shapes = parse_shapes(subprocess.run([program, "kernels"], check=True, capture_output=True,
                                          text=True).stdout)
+    loops = read_loops(folder)
     if "--update" in sys.argv:
+        if loops is None:
+            sys.exit("--update takes a cuobjdump (set sass of packages/python.txt)")
         with open(budget_path, "w", encoding="utf-8") as file:
-            file.write(budget_text(found, shapes))
+            file.write(budget_text(found, shapes, loops))
     with open(budget_path, encoding="utf-8") as file:
         budget = parse_budget(file.read())
     complaints = judge(found, shapes, {key: most for key, most in budget.items()
-                                       if not chosen or key[0] in chosen})
+                                       if not chosen or key[0] in chosen}, loops)
     # Without a GPU the program has to say so; hidden from it here, where there is one.
     hidden = dict(os.environ, CUDA_VISIBLE_DEVICES="")
     for command in ("caps", "verify", "bench", "sweep", "copies", "gather", "ipc", "engine", "all"):
@@ -133,7 +198,9 @@ def main():
         if status != 77:
             complaints.append(f"kvm_gpu_check {command}: status {status} without a GPU, not 77")
     print("\n".join(complaints))
-    print(f"{len(found)} kernels, {len(complaints)} complaints")
+    read = ("instructions not counted: no cuobjdump with nvdisasm (PATH, or the sass set of "
+            "packages/python.txt)" if loops is None else f"{len(loops)} loops counted")
+    print(f"{len(found)} kernels, {len(complaints)} complaints; {read}")
     return 1 if complaints or not found else 0
 
 

@@ -11,6 +11,7 @@ import unittest
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import bundle_test  # noqa: E402
 import planted_bugs  # noqa: E402
+import sass  # noqa: E402
 
 LOG = """
 ptxas info    : Compiling entry function '_ZN42_GLOBAL__N__b5_9_launch_cu_x3kvm9attention3gpu\
@@ -35,10 +36,11 @@ class Budget(unittest.TestCase):
         self.found = bundle_test.parse_log(LOG)
         self.shapes = bundle_test.parse_shapes(
             "decode fp16 d128 rows32 threads 128 shared 98304\nother\n")
-        self.budget = {FP16: (255, 98304), MERGE: (40, 128)}
+        self.budget = {FP16: (255, 98304, 50.0), MERGE: (40, 128, None)}
+        self.loops = {FP16: 50.0}
 
     def judge(self):
-        return bundle_test.judge(self.found, self.shapes, self.budget)
+        return bundle_test.judge(self.found, self.shapes, self.budget, self.loops)
 
     def test_reads_logs(self):
         self.assertEqual(self.found, {FP16: (255, 0, 16), MERGE: (40, 128, 0)})
@@ -50,15 +52,85 @@ class Budget(unittest.TestCase):
     def test_over_budget_unknown_and_missing(self):
         self.found[FP16] = (255, 0, 0)
         self.assertEqual(self.judge(), [])
-        self.budget[FP16] = (254, 98303)
-        self.assertEqual(len(self.judge()), 2)
+        self.budget[FP16] = (254, 98303, 49.9)
+        self.assertEqual(len(self.judge()), 3)
         del self.budget[FP16]
-        self.budget["sm_80", "append_bf16"] = (40, 0)
+        self.budget["sm_80", "append_bf16"] = (40, 0, None)
         self.assertEqual(len(self.judge()), 2)
 
+    def test_loops_that_are_not_found_or_have_no_budget(self):
+        self.found[FP16] = (255, 0, 0)
+        self.loops[FP16] = None
+        self.assertEqual(self.judge(), ["sm_90a decode_fp16_d128_rows32: no loop over tiles found "
+                                        "in its instructions"])
+        self.loops = {}
+        self.assertEqual(len(self.judge()), 1)
+        self.loops = {FP16: 50.0}
+        self.budget[FP16] = (255, 98304, None)
+        self.assertEqual(len(self.judge()), 1)
+        self.loops = None  # there was no tool
+        self.assertEqual(self.judge(), [])
+
     def test_writes_what_it_reads(self):
-        text = bundle_test.budget_text(self.found, self.shapes)
-        self.assertEqual(bundle_test.parse_budget(text), {FP16: (255, 98304), MERGE: (40, 128)})
+        text = bundle_test.budget_text(self.found, self.shapes, self.loops)
+        self.assertEqual(bundle_test.parse_budget(text), self.budget)
+
+
+# A loop over tiles of 64 bytes, so to speak: two copies, one product. It can go by a longer way to
+# the copies, or without them; and a longer loop is around it.
+LISTING = """
+\tcode for sm_90a
+\t\tFunction : _Z6kernelv
+\t.headerflags\t@"EF_CUDA_SM90"
+        /*0000*/                   MOV R1, c[0x0][0x28] ;           /* 0x00000a0000017a02 */
+        /*0010*/               @P0 BRA 0x50 ;                       /* 0x00000a0000017a02 */
+                                                                    /* 0x000fe20000000f00 */
+        /*0020*/              @!P1 BRA 0x80 ;                       /* 0x00000a0000017a02 */
+        /*0030*/                   LDGSTS.E.BYPASS.LTC128B.128 [R3], desc[UR4][R4.64] ;
+        /*0040*/                   BRA 0x60 ;                       /* 0x00000a0000017a02 */
+        /*0050*/                   LDGSTS.E.BYPASS.LTC128B.128 [R3], desc[UR4][R4.64], !P2 ;
+        /*0060*/                   LDGSTS.E.BYPASS.LTC128B.128 [R3+0x200], desc[UR4][R6.64] ;
+        /*0070*/                   LDGSTS.E [R8], desc[UR4][R6.64] ;
+        /*0080*/                   LDGDEPBAR ;                      /* 0x00000a0000017a02 */
+        /*0090*/                   HMMA.16816.F32 R8, R12, R14, R8 ;
+        /*00a0*/              @!P2 BRA 0xc0 ;
+        /*00b0*/                   FMUL R8, R8, R9 ;
+        /*00c0*/                   BRA P3, 0x10 ;
+        /*00d0*/               @P4 BRA 0x0 ;
+        /*00e0*/                   EXIT ;
+"""
+
+
+class Sass(unittest.TestCase):
+    def setUp(self):
+        [(self.key, self.code)] = sass.parse(LISTING).items()
+
+    def test_reads_listings(self):
+        self.assertEqual(self.key, ("sm_90a", "_Z6kernelv"))
+        self.assertEqual(len(self.code), 15)
+        self.assertEqual(self.code[1], (0x10, "@P0 BRA 0x50"))
+
+    def test_takes_the_shortest_way_with_all_copies(self):
+        way = sass.round_of_loop(self.code, n_copies=2, n_products=1)
+        self.assertEqual([sass.is_copy(text) for text in way].count(True), 2)
+        # Over 0x10, 0x50: the copies by 0x30 take two instructions more.
+        self.assertEqual(len(way), 8)
+
+    def test_finds_no_loop_of_another_size(self):
+        self.assertIsNone(sass.round_of_loop(self.code, n_copies=3, n_products=1))
+        self.assertIsNone(sass.round_of_loop(self.code, n_copies=2, n_products=2))
+        straight = [line for line in self.code if "BRA" not in line[1]]
+        self.assertIsNone(sass.round_of_loop(straight, n_copies=2, n_products=1))
+
+    def test_without_a_tool_nothing_is_read(self):
+        with tempfile.TemporaryDirectory() as empty:
+            root, path = bundle_test.ROOT, os.environ["PATH"]
+            try:
+                bundle_test.ROOT = os.environ["PATH"] = empty
+                self.assertIsNone(bundle_test.find_cuobjdump())
+                self.assertIsNone(bundle_test.read_loops(empty))
+            finally:
+                bundle_test.ROOT, os.environ["PATH"] = root, path
 
 
 class PlantedBugs(unittest.TestCase):
