@@ -70,15 +70,17 @@ struct DecodeShape {
   static constexpr uint32_t kPlaneBytes = kTile * kRowBytes;
   static constexpr uint32_t kScaleBytes = kScaled ? kTile * 4 : 0;  // of a plane
   static constexpr uint32_t kStageBytes = 2 * (kPlaneBytes + kScaleBytes);
-  static constexpr uint32_t kWarpBytes = kStages * kStageBytes;
-  static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
+  static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   // Floats beyond the channels put the rows that a store takes in one turn into different banks.
   static constexpr uint32_t kStateChannels = kScaled ? 4 : 2;  // that a lane stores at once
   static constexpr uint32_t kStateStride = kDim + 4 * kStateChannels;
   static constexpr uint32_t kStateBytes = kRows * (kStateStride + 2) * 4;
+  static constexpr uint32_t kWarpBytes = kRingBytes > kStateBytes ? kRingBytes
+                                                                  : (kStateBytes + 127) / 128 * 128;
+  static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
 
   static_assert(kDim % 64 == 0 && kDim <= 256 && kTile % 16 == 0 && kTile <= 32 && kStages >= 2);
-  static_assert(kStateBytes <= kWarpBytes && kStateStride % kStateChannels == 0);
+  static_assert(kStateStride % kStateChannels == 0);
   static_assert(conflicts_of_stores(kStateStride, kStateChannels) == 0);
   // moved() counts on it.
   static_assert(kStageBytes % 128 == 0 && kWarpBytes % 128 == 0);
@@ -737,7 +739,7 @@ KVM_GPU void evaluate_piece(const DecodeParams& p, uint32_t piece) {
     task.upper >>= 1;
     free = full;
     full += Shape::kStageBytes;
-    full = full == task.stages + Shape::kWarpBytes ? task.stages : full;
+    full = full == task.stages + Shape::kRingBytes ? task.stages : full;
   }
   // No copy is under way: the groups not waited for are empty. But lanes may still read stages.
   sync_warp();

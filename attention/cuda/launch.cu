@@ -12,7 +12,28 @@ namespace {
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads)
     decode_kernel(const __grid_constant__ DecodeParams params) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  decode_thread<Sm80Shape<Shape>>(params);
+#else
   decode_thread<Shape>(params);
+#endif
+}
+
+// What the kernel takes on devices of a compute capability. Code for older ones, which the driver
+// compiles for the device, takes less.
+template <class Shape>
+uint32_t shared_bytes_on(int major) {
+  static_assert(Shape::kSharedBytes <= kMostSharedBytes &&
+                Sm80Shape<Shape>::kSharedBytes <= kHalfOfSm80);
+  return major == 8 ? Sm80Shape<Shape>::kSharedBytes : Shape::kSharedBytes;
+}
+
+cudaError_t current_major(int* major) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess
+             ? error
+             : cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device);
 }
 
 // With room for 8 blocks a SM the compiler has registers enough: left alone it saves on them, and
@@ -64,13 +85,14 @@ cudaError_t load(Kernel kernel, uint32_t shared_bytes) {
 }  // namespace
 
 cudaError_t attend_init() {
-  cudaError_t error = cudaSuccess;
+  int major = 0;
+  cudaError_t error = current_major(&major);
   const auto note = [&error](cudaError_t result) { error = error == cudaSuccess ? result : error; };
   for (const codecs::Codec& codec : codecs::kCodecs) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       for (const uint32_t rows : {16u, 32u}) {
         visit_shape(codec.id, dim, rows, [&]<class Shape>(Shape) {
-          note(load(decode_kernel<Shape>, Shape::kSharedBytes));
+          note(load(decode_kernel<Shape>, shared_bytes_on<Shape>(major)));
         });
       }
     }
@@ -84,29 +106,39 @@ cudaError_t attend_init() {
   return error;
 }
 
-bool decode_shape(const DecodeKernel& kernel, Residency* out) {
+bool decode_shape(const DecodeKernel& kernel, int major, Residency* out) {
   return visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
     out->threads = Shape::kThreads;
-    out->shared_bytes = Shape::kSharedBytes;
+    out->shared_bytes = shared_bytes_on<Shape>(major);
   });
 }
 
 cudaError_t decode_residency(const DecodeKernel& kernel, Residency* out) {
-  cudaError_t error = cudaErrorInvalidValue;
-  decode_shape(kernel, out);
+  int major = 0;
+  cudaError_t error = current_major(&major);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  error = decode_shape(kernel, major, out) ? error : cudaErrorInvalidValue;
   visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, decode_kernel<Shape>,
-                                                          Shape::kThreads, Shape::kSharedBytes);
+                                                          Shape::kThreads, out->shared_bytes);
   });
   return error;
 }
 
 cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
                           cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;
+  int major = 0;
+  cudaError_t error = current_major(&major);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  error = cudaErrorInvalidValue;
   visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
     if (n_blocks != 0) {
-      decode_kernel<Shape><<<n_blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(params);
+      decode_kernel<Shape>
+          <<<n_blocks, Shape::kThreads, shared_bytes_on<Shape>(major), stream>>>(params);
     }
     error = cudaGetLastError();
   });

@@ -27,8 +27,9 @@ struct Residency {
   uint32_t shared_bytes = 0;
 };
 cudaError_t decode_residency(const DecodeKernel& kernel, Residency* out);
-// The part of it that needs no device. False where the shape is not compiled.
-bool decode_shape(const DecodeKernel& kernel, Residency* out);
+// The part of it that needs no device, for those of a compute capability. False where the shape is
+// not compiled.
+bool decode_shape(const DecodeKernel& kernel, int major, Residency* out);
 
 // n_blocks: of the plan; nothing is launched for 0.
 cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,

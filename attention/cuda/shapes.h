@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels that are compiled: one list for the library, the emulator's suite and the checks.
 //
-// Every shape takes at most 99 KiB of shared memory, so that two blocks fit into an SM of sm_90 (227
-// KiB) and one into those of sm_86, 89 and 120 (99 KiB); 64 KiB of each are copies under way.
+// Every shape takes at most 99 KiB of shared memory, so that two blocks fit into an SM of sm_90
+// (227 KiB) and one into that of sm_120 (99 KiB); 64 KiB of each are copies under way.
 #ifndef KVM_ATTENTION_CUDA_SHAPES_H_
 #define KVM_ATTENTION_CUDA_SHAPES_H_
 
@@ -11,6 +11,8 @@
 #include "attention/cuda/merge_kernel.h"
 
 namespace kvm::attention::gpu {
+
+inline constexpr uint32_t kMostSharedBytes = 99 << 10;
 
 template <Element kElement, uint32_t kDim, uint32_t kRowTiles, bool kScaled = kIsScaled<kElement>>
 struct ShapeOf;
@@ -41,6 +43,16 @@ template <Element kElement>
 struct ShapeOf<kElement, 256, 1, true> {
   using Type = DecodeShape<kElement, 256, 16, 3, 4, 1>;
 };
+
+// The shape that code for sm_80 has instead: with as many stages as let two blocks run on an SM,
+// which has 164 KiB and takes 1 for itself from each. A block has a warp for each scheduler; of
+// two, one has work while the other waits. sm_86 and 89 run that code too: they have room for one
+// block, and need a quarter of the bytes under way.
+inline constexpr uint32_t kHalfOfSm80 = 81 << 10;
+template <class Shape>
+using Sm80Shape = DecodeShape<Shape::kElement, Shape::kDim, Shape::kTile,
+                              kHalfOfSm80 / (Shape::kWarps * Shape::kStageBytes), Shape::kWarps,
+                              Shape::kRowTiles>;
 
 template <Element kElement, class Visit>
 bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {

@@ -82,10 +82,12 @@ int run_kernels(const Args& args) {
   for (const codecs::Codec& codec : codecs::kCodecs) {
     for (const uint32_t dim : {64u, 128u, 256u}) {
       for (const uint32_t rows : {16u, 32u}) {
-        attention::gpu::Residency shape;
-        if (attention::gpu::decode_shape(DecodeKernel{codec.id, dim, rows}, &shape)) {
-          std::printf("decode %s d%u rows%u threads %u shared %u\n", codec.name, dim, rows,
-                      shape.threads, shape.shared_bytes);
+        attention::gpu::Residency shape, of_sm_80;
+        const DecodeKernel kernel{codec.id, dim, rows};
+        if (attention::gpu::decode_shape(kernel, 9, &shape) &&
+            attention::gpu::decode_shape(kernel, 8, &of_sm_80)) {
+          std::printf("decode %s d%u rows%u threads %u shared %u on sm_80 %u\n", codec.name, dim,
+                      rows, shape.threads, shape.shared_bytes, of_sm_80.shared_bytes);
         }
       }
     }

@@ -68,13 +68,20 @@ def parse_log(text):
 
 
 def parse_shapes(text):
-    """{kernel: dynamic shared bytes} as the program lists them."""
+    """{kernel: dynamic shared bytes, and those on sm_80} as the program lists them."""
     shapes = {}
     for line in text.splitlines():
-        match = re.match(r"decode (\w+) (d\d+) (rows\d+) threads \d+ shared (\d+)$", line)
+        match = re.match(r"decode (\w+) (d\d+) (rows\d+) threads \d+ shared (\d+) on sm_80 (\d+)$",
+                         line)
         if match:
-            shapes["decode_" + "_".join(match.group(1, 2, 3))] = int(match.group(4))
+            shapes["decode_" + "_".join(match.group(1, 2, 3))] = (int(match.group(4)),
+                                                                  int(match.group(5)))
     return shapes
+
+
+def dynamic_shared(shapes, key):
+    architecture, kernel = key
+    return shapes.get(kernel, (0, 0))[architecture == "sm_80"]
 
 
 def find_cuobjdump():
@@ -137,7 +144,7 @@ def judge(found, shapes, budget, loops):
     """Complaints about kernels that are over budget, unknown or missing. loops: None = not read."""
     complaints = []
     for key, (registers, shared, spilled) in sorted(found.items()):
-        shared += shapes.get(key[1], 0)
+        shared += dynamic_shared(shapes, key)
         where = " ".join(key)
         if spilled:
             complaints.append(f"{where}: spills {spilled} bytes")
@@ -164,7 +171,7 @@ def budget_text(found, shapes, loops):
         architecture, kernel = key
         loop = loops.get(key)
         lines.append(f"{architecture:7} {kernel:24} {registers:4} "
-                     f"{shared + shapes.get(kernel, 0):7} {'-' if loop is None else loop:>6}")
+                     f"{shared + dynamic_shared(shapes, key):7} {'-' if loop is None else loop:>6}")
     return "\n".join(lines) + "\n"
 
 

@@ -286,6 +286,20 @@ int run(bool quiet, bool first, uint64_t seed) {
   suite.decode_with<DecodeShape<Element::kBf16, 128, 16, 2, 4, 1>>(other, "tile 16, 2 stages");
   suite.decode_with<DecodeShape<Element::kBf16, 128, 32, 2, 4, 1>>(other, "tile 32, 2 stages");
   suite.decode_with<DecodeShape<Element::kBf16, 128, 16, 4, 8, 1>>(other, "4 stages, 8 warps");
+  // What sm_80 has instead of the shipped shapes.
+  for (const codecs::Codec& codec : codecs::kCodecs) {
+    for (const uint32_t dim : {64u, 128u, 256u}) {
+      for (const uint32_t n_query : {1u, 7u}) {
+        CaseSpec spec{
+            .codec = codec.id, .dim = dim, .n_query = n_query, .lengths = {500, 33}, .blocks = 3};
+        spec.name =
+            std::string(codec.name) + " d" + std::to_string(dim) + " nq" + std::to_string(n_query);
+        visit_shape(codec.id, dim, spec.block_rows(), [&]<class Shape>(Shape) {
+          suite.decode_with<Sm80Shape<Shape>>(spec, " of sm_80");
+        });
+      }
+    }
+  }
   for (const uint32_t dim : {64u, 128u, 256u}) {
     suite.merge(dim, 2, 0);
     suite.merge(dim, 37, 5);
