@@ -257,9 +257,9 @@ bool check_engine(DeviceStore* store) {
   right = check.step("tree", {{&a, 4}, {&b, 5}}, 85, false, tree) && right;
   right = check.step("tree by graph", {{&a, 1}, {&b, 4}, {&c, 4}}, 86, true, tree) && right;
   const Stream side;
-  must(store->spill(b.seq.get(), side.get()), "spill");
+  must(store->spill(b.seq.get(), 0, UINT64_MAX, side.get()), "spill");
   right = check.step("one on the host", {{&a, 1}, {&c, 1}}, 90, false) && right;
-  must(store->fetch(b.seq.get(), side.get()), "fetch");
+  must(store->fetch(b.seq.get(), 0, UINT64_MAX, side.get()), "fetch");
   right = check.step("fetched", {{&a, 1}, {&b, 1}}, 91, true) && right;
   for (const Stored* of : {&a, &b, &c}) {
     store->clear(of->seq.get());

@@ -165,8 +165,8 @@ def judge(found, shapes, budget, loops):
 
 def budget_text(found, shapes, loops):
     lines = ["# What nvcc may make of the shipped kernels: architecture, kernel, registers,",
-             "# bytes of shared memory, instructions of the loop over tiles for each KiB of K, V,",
-             "# each at most. None may spill. Written by --update."]
+             "# bytes of shared memory, instructions of the loop over tiles for each KiB of K",
+             "# and V, each at most. None may spill. Written by --update."]
     for key, (registers, shared, _) in sorted(found.items()):
         architecture, kernel = key
         loop = loops.get(key)
