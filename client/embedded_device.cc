@@ -35,6 +35,13 @@ const char* retention_name(uint32_t kind) {
                                               : "PROMPT";
 }
 
+Status check_codec(CodecId id) {
+  return attention::gpu::is_on_devices(id)
+             ? Status::ok()
+             : unsupported(std::string("pages of ") + codecs::codec_of(id).name +
+                           " are not there; fp16, bf16, int8 and fp8 are");
+}
+
 Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayout* to) {
   for (const engine::HeadClass& from : space.layers[layer].classes) {
     const engine::Retention& keeps = from.retention;
@@ -45,6 +52,8 @@ Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayo
     if (keeps.positions != KVM_POSITIONS_ABSOLUTE) {
       return unsupported("positions IN_CACHE are not there");
     }
+    KVM_TRY(check_codec(from.slab_class.codec_k));
+    KVM_TRY(check_codec(from.slab_class.codec_v));
     if (from.slab_class.codec_k != space.codec || from.slab_class.codec_v != space.codec) {
       return unsupported(std::string("heads of layer ") + std::to_string(layer) +
                          " are stored as " + from.slab_class.k().name + " and " +
@@ -59,10 +68,7 @@ Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayo
 }  // namespace
 
 Result<device::SpaceLayout> layout_of(const engine::Space& space) {
-  if (!attention::gpu::is_on_devices(space.codec)) {
-    return unsupported(std::string("pages of ") + codecs::codec_of(space.codec).name +
-                       " are not there; fp16, bf16, int8 and fp8 are");
-  }
+  KVM_TRY(check_codec(space.codec));
   if (space.head_dim_k != space.head_dim_v ||
       (space.head_dim_k != 64 && space.head_dim_k != 128 && space.head_dim_k != 256)) {
     return unsupported("head_dim_k is " + std::to_string(space.head_dim_k) + " and head_dim_v " +

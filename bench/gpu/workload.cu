@@ -45,7 +45,8 @@ std::string WorkloadSpec::name() const {
          std::to_string(lengths[0]) + (same ? "" : "+") + " b" + std::to_string(lengths.size()) +
          (n_query == 1 ? "" : " nq" + std::to_string(n_query)) + (tree ? " tree" : "") +
          (softcap == 0 ? "" : " capped") +
-         (ordered ? " contiguous" : " page" + std::to_string(page_tokens));
+         (ordered ? " contiguous" : " page" + std::to_string(page_tokens)) +
+         (layers_per_page == 0 ? "" : " of " + std::to_string(layers_per_page) + " layers");
 }
 
 Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_(spec) {
@@ -57,7 +58,8 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
   of.v_offset_bytes = uint64_t{n_heads} * of.head_stride_bytes;
   of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
   of.v_scales_offset_bytes = codec.is_scaled() ? n_heads * spec.page_tokens * sizeof(uint16_t) : 0;
-  of.page_bytes = round_up(2 * (of.v_offset_bytes + of.v_scales_offset_bytes), 16);
+  const uint64_t part_bytes = round_up(2 * (of.v_offset_bytes + of.v_scales_offset_bytes), 16);
+  of.page_bytes = part_bytes * std::max(1u, spec.layers_per_page);
   classes_ = {of};
   heads_.resize(n_heads);
   std::iota(heads_.begin(), heads_.end(), uint16_t{0});
@@ -101,14 +103,21 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
   lse_ = DeviceBuffer(rows * 4);
   fill_random(q_.data(), q_.size(), nullptr);
 
-  const uint64_t layer_bytes = n_pages * of.page_bytes;
-  const uint64_t n_layers = std::clamp<uint64_t>(
-      div_up(kRotateBytes, layer_bytes), 1, std::max<uint64_t>(1, memory.size() / layer_bytes));
+  const uint64_t layer_bytes = n_pages * part_bytes;
+  const uint64_t n_layers =
+      spec.layers_per_page != 0
+          ? spec.layers_per_page
+          : std::clamp<uint64_t>(div_up(kRotateBytes, layer_bytes), 1,
+                                 std::max<uint64_t>(1, memory.size() / layer_bytes));
   for (uint64_t layer = 0; layer < n_layers; ++layer) {
     DecodeParams params;
     for (uint32_t i = 0; i < attention::gpu::kMaxSegments; ++i) {
-      params.pool.segments[i] =
-          memory.data() + layer * layer_bytes + (uint64_t{i} << kEntrySlotBits) * of.page_bytes;
+      params.pool.segments[i] = memory.data() +
+                                (spec.layers_per_page != 0 ? 0 : layer * layer_bytes) +
+                                (uint64_t{i} << kEntrySlotBits) * of.page_bytes;
+    }
+    if (spec.layers_per_page != 0) {
+      of.layer_offset_bytes = static_cast<uint32_t>(layer * part_bytes);
     }
     params.pool.classes[0] = of;
     params.pool.heads = reinterpret_cast<const uint16_t*>(device_heads_.data());

@@ -25,6 +25,9 @@ struct WorkloadSpec {
   float softcap = 0.0f;
   uint32_t page_tokens = 64;
   bool ordered = false;  // pages lie in the order of the tokens; else at random
+  // Layers whose parts a page holds, one behind the other (ADR 0031); 0: each layer lies apart, and
+  // there are as many as are wanted.
+  uint32_t layers_per_page = 0;
 
   uint64_t kv_bytes() const;
   std::string name() const;
