@@ -40,9 +40,16 @@ double copy_seconds(uint8_t* device, uint8_t* host, size_t total, size_t size, b
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     size_t first = 0;
+#if CUDART_VERSION < 13000
+    size_t failed = 0;
+    check(cudaMemcpyBatchAsync(to.data(), const_cast<void**>(from.data()), sizes.data(), n,
+                               &attributes, &first, 1, &failed, stream),
+          "cudaMemcpyBatchAsync");
+#else
     check(cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), n, &attributes, &first, 1,
                                stream),
           "cudaMemcpyBatchAsync");
+#endif
   } else {
     for (size_t i = 0; i < n; ++i) {
       check(cudaMemcpyAsync(to[i], from[i], size,
