@@ -114,7 +114,38 @@ Status read_batch(const kvm_cuda_batch_params& p, kvm::device::BatchOptions* to)
   return Status::ok();
 }
 
+kvm_cuda_pages describe(const kvm::device::PagesPlace& place) {
+  const kvm::tiers::SlabClass& lies = place.lies;
+  const uint64_t base = reinterpret_cast<uintptr_t>(place.base);
+  kvm_cuda_pages pages{};
+  pages.struct_size = sizeof pages;
+  pages.codec = static_cast<uint32_t>(lies.codec_k);
+  pages.n_classes = place.n_classes;
+  pages.n_heads = lies.n_heads;
+  pages.head_dim = lies.dim_k;
+  pages.page_tokens = kvm::kPageTokens;
+  for (const uint16_t head : place.of->kv_heads) {
+    pages.kv_head_mask[head / 64] |= uint64_t{1} << head % 64;
+  }
+  pages.k = base;
+  pages.v = base + lies.v_offset();
+  pages.page_stride = place.page_bytes;
+  pages.head_stride = lies.k().head_rows_bytes(lies.dim_k);
+  pages.token_stride = lies.k().row_bytes(lies.dim_k);
+  if (lies.k().is_scaled()) {
+    pages.k_scales = base + lies.k_params_offset();
+    pages.v_scales = base + lies.v_params_offset();
+    pages.scale_head_stride = lies.k().head_params_bytes(lies.dim_k);
+  }
+  pages.n_pages = place.n_pages;
+  pages.table = reinterpret_cast<uintptr_t>(place.table);
+  pages.table_stride = place.table_stride;
+  return pages;
+}
+
 }  // namespace
+
+static_assert(KVM_CUDA_INDEX_MASK == (1 << kvm::tiers::kSlotBits) - 1);
 
 extern "C" {
 
@@ -219,6 +250,38 @@ kvm_status kvm_cuda_attend(kvm_cuda_batch* batch, const kvm_cuda_attend_params* 
     call.log_weights.size_bytes = p.log_weights.size;
     return batch->client->with_batch(
         batch->batch.get(), [&](kvm::device::Batch& of) { return of.attend(call, stream); });
+  });
+}
+
+kvm_status kvm_cuda_batch_get_pages(kvm_cuda_batch* batch, uint32_t layer, uint32_t head_class,
+                                    kvm_cuda_pages* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(batch, "batch"));
+    KVM_TRY(kvm::ipc::check_output(out, "kvm_cuda_pages"));
+    kvm_cuda_pages pages{};
+    KVM_TRY(batch->client->with_batch(batch->batch.get(), [&](kvm::device::Batch& of) -> Status {
+      KVM_TRY_ASSIGN(const kvm::device::PagesPlace place, of.pages(layer, head_class));
+      pages = describe(place);
+      return Status::ok();
+    }));
+    kvm::ipc::write_struct(out, out->struct_size, pages);
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_cuda_batch_get_indices(kvm_cuda_batch* batch, uint32_t layer, uint32_t head_class,
+                                      uint32_t item, int32_t* indices, uint64_t capacity,
+                                      uint64_t* n_tokens) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(batch, "batch"));
+    KVM_TRY(check_not_null(n_tokens, "n_tokens"));
+    if (capacity != 0) {
+      KVM_TRY(check_not_null(indices, "indices"));
+    }
+    return batch->client->with_batch(batch->batch.get(), [&](kvm::device::Batch& of) -> Status {
+      KVM_TRY_ASSIGN(*n_tokens, of.indices(layer, head_class, item, {indices, capacity}));
+      return Status::ok();
+    });
   });
 }
 

@@ -771,4 +771,54 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   return Status::ok();
 }
 
+// --- For kernels of others ----------------------------------------------------------------------
+
+Result<PagesPlace> Batch::pages(uint32_t layer, uint32_t head_class) const {
+  if (layer >= space_->layers.size() || !space_->layers[layer].has_keys) {
+    return invalid("layer " + number(layer) + " does not exist or is ABSENT");
+  }
+  const LayerLayout& stored = space_->storage(layer);
+  if (head_class >= stored.classes.size()) {
+    return invalid("head_class is " + number(head_class) + "; the layer has " +
+                   number(stored.classes.size()));
+  }
+  PagesPlace place;
+  place.of = &stored.classes[head_class];
+  place.n_classes = static_cast<uint32_t>(stored.classes.size());
+  place.lies = space_->slab_class(static_cast<uint32_t>(place.of->kv_heads.size()));
+  const ListLayout& list = space_->lists[place.of->list];
+  place.page_bytes = list.n_layers * list.layer_bytes;
+  place.base = store_->pool().base(list.slab) + place.of->rank * list.layer_bytes;
+  place.n_pages = store_->pool().slab_slots(list.slab);
+  place.table = table() + uint64_t{place.of->list} * options_.max_items * max_pages_;
+  place.table_stride = max_pages_ * sizeof(uint32_t);
+  return place;
+}
+
+Result<uint64_t> Batch::indices(uint32_t layer, uint32_t head_class, uint32_t item,
+                                std::span<int32_t> out) {
+  if (const Result<PagesPlace> place = pages(layer, head_class); !place.is_ok()) {
+    return place.status();
+  }
+  KVM_TRY(check_current());
+  if (item >= places_.size()) {
+    return invalid("item is " + number(item) + "; the batch has room for " +
+                   number(places_.size()));
+  }
+  const DeviceSequence* const seq = places_[item].seq.get();
+  if (seq == nullptr) {
+    return uint64_t{0};
+  }
+  const std::vector<tiers::PageRef>& refs =
+      seq->lists[space_->storage(layer).classes[head_class].list].pages;
+  if (refs.size() > out.size()) {
+    return invalid("capacity is " + number(out.size()) + "; the item has " + number(refs.size()) +
+                   " pages");
+  }
+  std::transform(refs.begin(), refs.end(), out.begin(), [](tiers::PageRef page) {
+    return page == tiers::kNoPage ? -1 : static_cast<int32_t>(tiers::page_slot(page));
+  });
+  return seq->n_tokens;
+}
+
 }  // namespace kvm::device

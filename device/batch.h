@@ -77,6 +77,18 @@ struct AttendCall {
   DeviceTensor log_weights;
 };
 
+// Where the pages of one head class of a layer lie, for kernels of others: strides in bytes.
+struct PagesPlace {
+  const ClassLayout* of = nullptr;
+  uint32_t n_classes = 0;  // of the layer
+  tiers::SlabClass lies;
+  uint64_t page_bytes = 0;  // of all layers
+  uint8_t* base = nullptr;  // of page 0, the layer's share
+  uint64_t n_pages = 0;     // that there may be
+  const uint32_t* table = nullptr;
+  uint64_t table_stride = 0;  // from item to item
+};
+
 class Batch {
  public:
   // `store` must outlive the batch. Fails: INVALID, UNSUPPORTED, NO_SPACE, NO_MEMORY, DEVICE.
@@ -92,6 +104,11 @@ class Batch {
   Status update(std::span<const BatchItem> items, Stream stream);
   Status append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream);
   Status attend(const AttendCall& call, Stream stream);
+
+  // As kvm_cuda_batch_get_pages and kvm_cuda_batch_get_indices.
+  Result<PagesPlace> pages(uint32_t layer, uint32_t head_class) const;
+  Result<uint64_t> indices(uint32_t layer, uint32_t head_class, uint32_t item,
+                           std::span<int32_t> out);
 
   uint64_t device_bytes() const { return device_bytes_; }
   uint64_t n_launches() const { return n_launches_; }

@@ -675,6 +675,11 @@ Status DeviceStore::spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Str
         pieces.emplace_back();
         filled = 0;
         room = room_of_part(size);
+        // As long as they get: growing them step by step takes longer than all the rest.
+        const size_t n_at_most = std::min<uint64_t>(room / size, of.size() - block);
+        parts.back().places.reserve(n_at_most);
+        parts.back().pages.reserve(n_at_most);
+        pieces.back().pages.reserve(n_at_most);
       }
       Mover::Piece& piece = pieces.back();
       if (piece.runs.empty() || piece.runs.back().page_bytes != size) {

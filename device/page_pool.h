@@ -52,6 +52,8 @@ class PagePool {
   // REQUIRES here and below: the slab is open, the page is allocated.
   uint8_t* base(uint32_t slab) const { return slabs_[slab].base; }
   uint64_t slab_page_bytes(uint32_t slab) const { return slabs_[slab].page_bytes; }
+  // Pages that the slab's addresses have room for.
+  uint32_t slab_slots(uint32_t slab) const { return slabs_[slab].n_slots; }
   uint64_t slab_extent_bytes(uint32_t slab) const { return slabs_[slab].extent_bytes; }
 
   // A page with one reference, the lowest free one. May wait for the device, where an extent of

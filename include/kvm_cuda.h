@@ -214,6 +214,79 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
                                    kvm_cuda_stream stream);
 
 /* ============================================================================================
+ * Pages, for kernels of the engine
+ * ============================================================================================ */
+
+/* Where the pages of one head class of a layer lie (a class: kv heads that keep the same tokens; a
+ * layer without policies has one). A page has 64 tokens of all heads of the class. Strides are in
+ * bytes; an element is 2 bytes in spaces of F16 and BF16, and 1 with I8 and F8E4M3. Page p, head h
+ * (the h-th of the class), token t of the page, channel c:
+ *
+ *    K  k + p * page_stride + h * head_stride + t * token_stride + c * element
+ *    V  v + likewise
+ *    scales of I8 and F8E4M3 rows, BF16, one for each row:
+ *       k_scales + p * page_stride + h * scale_head_stride + t * 2, and v_scales likewise
+ *
+ * That is what others call HND with a page stride of its own:
+ *  - FlashInfer (docs.flashinfer.ai, "KV-Cache Layout"): a tuple (k_cache, v_cache) of tensors
+ *    [n_pages, n_heads, 64, head_dim], kv_layout "HND", with strides (page_stride, head_stride,
+ *    token_stride, element) over the element's size; or paged_kv_t with k_data, v_data and the same
+ *    numbers as stride_page, stride_h, stride_n. paged_kv_indices are those of
+ *    kvm_cuda_batch_get_indices, one item behind the other; last_page_len is
+ *    (n_tokens - 1) % 64 + 1.
+ *  - vLLM (its FlashAttention backend): key_cache and value_cache [n_pages, 64, n_heads, head_dim]
+ *    with strides (page_stride, token_stride, head_stride, element); block_size 64; a row of
+ *    block_table is what kvm_cuda_batch_get_indices gives for an item.
+ *
+ * These kernels know no scale for each row: I8 and F8E4M3 pages need kernels that do. Addresses
+ * stay for the life of the client. Layers whose classes keep the same tokens with as many heads
+ * share pages: they differ in addresses only, and one list of indices is good for all of them.
+ *
+ * The engine's kernels may read pages behind the append of the layer on the timeline, and write the
+ * rows that an update has appended instead of kvm_cuda_append. All other rows may be shared. */
+typedef struct kvm_cuda_pages {
+  uint32_t struct_size;
+  uint32_t codec;          /* KVM_CODEC_*: of K and V */
+  uint32_t n_classes;      /* of the layer */
+  uint32_t n_heads;        /* of the class */
+  uint32_t head_dim;
+  uint32_t page_tokens;    /* 64 */
+  uint64_t kv_head_mask[2]; /* the heads, in ascending order */
+  uint64_t k;              /* device addresses: of page 0 */
+  uint64_t v;
+  uint64_t k_scales;       /* 0: there are none */
+  uint64_t v_scales;
+  uint64_t page_stride;
+  uint64_t head_stride;
+  uint64_t token_stride;
+  uint64_t scale_head_stride;
+  uint64_t n_pages;        /* indices are below; not all are mapped: only pages of sequences are */
+  /* Device address of the batch's own table, which updates bring up to date on their stream:
+   * uint32_t [item][table_stride / 4]; the index of a page is its entry & KVM_CUDA_INDEX_MASK. For
+   * kernels that can mask; it needs no copy, and a graph may read it. Entries of pages that a
+   * policy has dropped, and those behind the last page, are anything. */
+  uint64_t table;
+  uint64_t table_stride;
+  uint64_t reserved[4];
+} kvm_cuda_pages;
+
+enum { KVM_CUDA_INDEX_MASK = (1 << 22) - 1 };
+
+/* Fails: INVALID (the layer stores nothing, no such class). Threads: as kvm_cuda_append. */
+KVM_API kvm_status kvm_cuda_batch_get_pages(kvm_cuda_batch *batch, uint32_t layer,
+                                            uint32_t head_class, kvm_cuda_pages *out);
+
+/* The pages of an item of the last update, in the order of their tokens, into host memory: plain
+ * indices, as block tables have them; -1 for pages that a policy has dropped. *n_tokens: those of
+ * the sequence; there are (n_tokens + 63) / 64 indices, none for a place that was left empty.
+ * Fails: INVALID (no such item or class, more than `capacity` indices; no update yet, or a sequence
+ * of the batch has changed since). Threads: as kvm_cuda_append. */
+KVM_API kvm_status kvm_cuda_batch_get_indices(kvm_cuda_batch *batch, uint32_t layer,
+                                              uint32_t head_class, uint32_t item,
+                                              int32_t *indices, uint64_t capacity,
+                                              uint64_t *n_tokens);
+
+/* ============================================================================================
  * Between device and host
  * ============================================================================================ */
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -769,6 +770,53 @@ TEST(DeviceMovesTest, PagesHoldWhatTheTimelineWrote) {
   EXPECT_GT(n_refused, 100u);
   EXPECT_GT(n_failed, 100u);
   EXPECT_GT(n_copies, 500u);
+}
+
+// 32 layers in pages that lie scattered. What the calling thread asks of the driver does not depend
+// on the length; what it spends besides is printed.
+TEST(DeviceMovesTest, LongSequencesTakeAFewCallsOfTheDriver) {
+  const uint64_t n_tokens = std::getenv("KVM_NIGHTLY") != nullptr ? 131072 : 16384;
+  FakeOptions options;
+  options.emulate = false;
+  options.granularity_bytes = 2 << 20;
+  auto owned = std::make_unique<FakeDriver>(options);
+  FakeDriver* const driver = owned.get();
+  auto store = DeviceStore::open(std::move(owned), {uint64_t{1} << 30, uint64_t{1} << 30}).value();
+  SpaceLayout layout;
+  layout.codec = CodecId::kI8;
+  layout.dim = 64;
+  LayerLayout layer;
+  layer.n_q_heads = layer.n_kv_heads = 1;
+  layer.classes = {{{0}, 0, 0, 0, 0}};
+  layout.layers.assign(32, layer);
+  const auto space = store->prepare(layout).value();
+  const auto seq = store->create(space), beside = store->create(space);
+  while (seq->n_tokens < n_tokens) {
+    const std::vector<DeviceStore::Growth> step = {{seq.get(), 64, 0}, {beside.get(), 1, 0}};
+    ASSERT_TRUE(store->begin_growth(step, nullptr).is_ok());
+    store->finish_growth();
+  }
+  const uint64_t n_pages = n_tokens / 64;
+  const auto measured = [&](const char* what, Status (DeviceStore::*move)(DeviceSequence*, uint64_t,
+                                                                          uint64_t, Stream)) {
+    const uint64_t calls = FakeDriver::calls_of_this_thread();
+    const auto start = std::chrono::steady_clock::now();
+    ASSERT_TRUE((store.get()->*move)(seq.get(), 0, UINT64_MAX, nullptr).is_ok());
+    const std::chrono::duration<double, std::milli> spent =
+        std::chrono::steady_clock::now() - start;
+    EXPECT_LE(FakeDriver::calls_of_this_thread() - calls, 12u) << what;
+    std::printf("%s of %llu pages of 32 layers: %.2f ms of the calling thread\n", what,
+                static_cast<unsigned long long>(n_pages), spent.count());
+    store->finish_moves();
+  };
+  measured("spill", &DeviceStore::spill);
+  measured("fetch", &DeviceStore::fetch);
+  // A gather and a copy for each chunk, either way: seven pages of 264 KiB.
+  EXPECT_LE(store->counters().n_copies, 2 * div_up(n_pages, 7));
+  driver->settle();
+  EXPECT_EQ(driver->complaints(), "");
+  store->clear(seq.get());
+  store->clear(beside.get());
 }
 
 }  // namespace

@@ -7,9 +7,14 @@
 #include <functional>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "base/codec_id.h"
+#include "base/dtype.h"
 #include "base/splitmix.h"
+#include "codecs/codec.h"
+#include "codecs/convert.h"
 #include "tests/gpu/device_rig.h"
 
 namespace kvm::device::testing {
@@ -95,11 +100,11 @@ class Step {
   }
 
   // May be called again after a failure: the same rows go to the same places.
-  kvm_status launch() {
+  kvm_status launch(bool appends = true) {
     q_.clear();
     outputs_.clear();
     for (uint32_t layer = 0; layer < rig_->geometry().n_layers; ++layer) {
-      if (!rows_.empty() && stores(layer)) {
+      if (appends && !rows_.empty() && stores(layer)) {
         const kvm_tensor k = rig_->keys(rows_, layer, false), v = rig_->keys(rows_, layer, true);
         if (const kvm_status status = kvm_cuda_append(batch_, layer, &k, &v, rig_->stream());
             status != KVM_OK) {
@@ -660,6 +665,202 @@ TEST(DeviceTest, ReproducibleBatchesGiveTheSameBits) {
   }
   // Of the first sequence's rows: the second one's queries differ.
   EXPECT_EQ(std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4), 0);
+}
+
+// --- Pages, for kernels of the engine ------------------------------------------------------------
+
+kvm_cuda_pages pages_of(kvm_cuda_batch* batch, uint32_t layer, uint32_t head_class) {
+  kvm_cuda_pages pages{};
+  pages.struct_size = sizeof pages;
+  EXPECT_EQ(kvm_cuda_batch_get_pages(batch, layer, head_class, &pages), KVM_OK) << kvm_last_error();
+  return pages;
+}
+
+std::vector<int32_t> indices_of(kvm_cuda_batch* batch, uint32_t layer, uint32_t head_class,
+                                uint32_t item, uint64_t* n_tokens) {
+  std::vector<int32_t> indices(64);
+  EXPECT_EQ(kvm_cuda_batch_get_indices(batch, layer, head_class, item, indices.data(),
+                                       indices.size(), n_tokens),
+            KVM_OK)
+      << kvm_last_error();
+  indices.resize((*n_tokens + 63) / 64);
+  return indices;
+}
+
+std::vector<uint32_t> heads_of(const kvm_cuda_pages& pages) {
+  std::vector<uint32_t> heads;
+  for (uint32_t head = 0; head < 128; ++head) {
+    if ((pages.kv_head_mask[head / 64] >> head % 64 & 1) != 0) {
+      heads.push_back(head);
+    }
+  }
+  return heads;
+}
+
+// FlashInfer's include/flashinfer/page.cuh: a page table in CSR form, and strides in elements.
+struct FlashInferCache {
+  std::vector<int32_t> indices, indptr{0}, last_page_len;
+  uint32_t page_size = 0, stride_page = 0, stride_n = 0, stride_h = 0;
+  const uint16_t* k_data = nullptr;
+  const uint16_t* v_data = nullptr;
+
+  // REQUIRES: the token is there.
+  const uint16_t* row(bool is_v, uint32_t item, uint32_t token, uint32_t head) const {
+    const auto page = static_cast<uint32_t>(indptr[item]) + token / page_size;
+    EXPECT_LT(page, static_cast<uint32_t>(indptr[item + 1]));
+    EXPECT_TRUE(page + 1 < static_cast<uint32_t>(indptr[item + 1]) ||
+                token % page_size < static_cast<uint32_t>(last_page_len[item]));
+    return (is_v ? v_data : k_data) + static_cast<size_t>(indices[page]) * stride_page +
+           size_t{head} * stride_h + size_t{token % page_size} * stride_n;
+  }
+};
+
+TEST(DeviceTest, PagesAreWhatFlashInferReads) {
+  for (const uint32_t codec : {KVM_CODEC_BF16, KVM_CODEC_F16}) {
+    FakeOptions options;
+    options.emulate = false;
+    Geometry geometry;
+    geometry.codec = codec;
+    geometry.n_kv_heads = 4;
+    Rig rig(options, geometry);
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(3, 300, 1));
+    Seq a = make(&rig, 1), b = make(&rig, 2);
+    Step first(&rig, batch, {{&a, 130, 1}, {nullptr, 0, 0}, {&b, 64, 1}}, 1);
+    first.run();
+    Step second(&rig, batch, {{&a, 60, 1}, {nullptr, 0, 0}, {&b, 1, 1}}, 2);
+    second.run();
+    rig.driver().settle();
+    for (uint32_t layer = 0; layer < geometry.n_layers; ++layer) {
+      const kvm_cuda_pages pages = pages_of(batch, layer, 0);
+      EXPECT_EQ(pages.n_classes, 1u);
+      EXPECT_EQ(pages.n_heads, 4u);
+      EXPECT_EQ(pages.head_dim, geometry.dim);
+      EXPECT_EQ(pages.codec, codec);
+      EXPECT_EQ(pages.k_scales, 0u);
+      FlashInferCache cache;
+      cache.page_size = pages.page_tokens;
+      cache.stride_page = static_cast<uint32_t>(pages.page_stride / 2);
+      cache.stride_h = static_cast<uint32_t>(pages.head_stride / 2);
+      cache.stride_n = static_cast<uint32_t>(pages.token_stride / 2);
+      cache.k_data = reinterpret_cast<const uint16_t*>(static_cast<uintptr_t>(pages.k));
+      cache.v_data = reinterpret_cast<const uint16_t*>(static_cast<uintptr_t>(pages.v));
+      // vLLM: a row of the block table for each item; the device's own, without the high bits.
+      const auto* const table =
+          reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(pages.table));
+      for (uint32_t item = 0; item < 3; ++item) {
+        uint64_t n_tokens = 0;
+        const std::vector<int32_t> indices = indices_of(batch, layer, 0, item, &n_tokens);
+        EXPECT_EQ(n_tokens, item == 0 ? 190u : item == 1 ? 0u : 65u);
+        for (size_t page = 0; page < indices.size(); ++page) {
+          EXPECT_LT(static_cast<uint64_t>(indices[page]), pages.n_pages);
+          uint32_t entry = 0;
+          std::memcpy(&entry, table + item * pages.table_stride + page * 4, 4);
+          EXPECT_EQ(entry & KVM_CUDA_INDEX_MASK, static_cast<uint32_t>(indices[page]));
+        }
+        cache.indices.insert(cache.indices.end(), indices.begin(), indices.end());
+        cache.indptr.push_back(static_cast<int32_t>(cache.indices.size()));
+        cache.last_page_len.push_back(
+            n_tokens == 0 ? 0 : static_cast<int32_t>((n_tokens - 1) % 64 + 1));
+      }
+      for (const auto& [item, seq] : {std::pair{0u, &a}, std::pair{2u, &b}}) {
+        for (uint32_t token = 0; token < seq->size(); ++token) {
+          for (uint32_t head = 0; head < 4; ++head) {
+            for (const bool is_v : {false, true}) {
+              const uint16_t* const row = cache.row(is_v, item, token, head);
+              for (uint32_t i = 0; i < geometry.dim; ++i) {
+                const float x = stored_number(seq->key, layer, head, token, i, is_v);
+                ASSERT_EQ(row[i], codec == KVM_CODEC_BF16 ? f32_to_bf16(x) : f32_to_f16(x));
+              }
+            }
+          }
+        }
+      }
+    }
+    second.check("attended");
+  }
+}
+
+// An engine that writes and reads rows by itself: with scales, and of classes of heads of which one
+// drops pages.
+TEST(DeviceTest, PagesMayBeWrittenByTheEngine) {
+  for (const uint32_t codec : {KVM_CODEC_BF16, KVM_CODEC_I8}) {
+    FakeOptions options;
+    options.emulate = false;
+    Geometry geometry = mixed_geometry();
+    geometry.codec = codec;
+    Rig rig(options, geometry);
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 400, 1));
+    Seq a = make(&rig, 1);
+    Step first(&rig, batch, {{&a, 300, 1}}, 1);
+    first.run();
+    // Pages that the policy has dropped go when the next step begins.
+    Step second(&rig, batch, {{&a, 20, 1}}, 2);
+    ASSERT_EQ(second.update(), KVM_OK) << kvm_last_error();
+    rig.driver().settle();
+    uint32_t n_dropped = 0, n_rows = 0;
+    for (const uint32_t layer : {0u, 1u, 2u}) {
+      const uint32_t n_classes = pages_of(batch, layer, 0).n_classes;
+      EXPECT_EQ(n_classes, layer == 2 ? 1u : 2u);
+      for (uint32_t head_class = 0; head_class < n_classes; ++head_class) {
+        const kvm_cuda_pages pages = pages_of(batch, layer, head_class);
+        uint64_t n_tokens = 0;
+        const std::vector<int32_t> indices = indices_of(batch, layer, head_class, 0, &n_tokens);
+        n_dropped += static_cast<uint32_t>(std::count(indices.begin(), indices.end(), -1));
+        const std::vector<uint32_t> heads = heads_of(pages);
+        ASSERT_EQ(heads.size(), pages.n_heads);
+        for (uint64_t token = n_tokens - 20; token < n_tokens; ++token) {
+          const int32_t page = indices[token / 64];
+          ASSERT_GE(page, 0);
+          for (size_t h = 0; h < heads.size(); ++h) {
+            for (const bool is_v : {false, true}) {
+              const uint64_t in_page = static_cast<uint64_t>(page) * pages.page_stride;
+              auto* const row = reinterpret_cast<uint8_t*>(
+                  static_cast<uintptr_t>((is_v ? pages.v : pages.k) + in_page +
+                                         h * pages.head_stride + token % 64 * pages.token_stride));
+              std::vector<float> x(geometry.dim);
+              for (uint32_t i = 0; i < geometry.dim; ++i) {
+                x[i] = stored_number(1, layer, heads[h], token, i, is_v);
+              }
+              if (codec == KVM_CODEC_I8) {
+                const uint16_t scale =
+                    codecs::encode_row(x.data(), geometry.dim, CodecId::kI8, row);
+                std::memcpy(reinterpret_cast<void*>(static_cast<uintptr_t>(
+                                (is_v ? pages.v_scales : pages.k_scales) + in_page +
+                                h * pages.scale_head_stride + token % 64 * 2)),
+                            &scale, 2);
+              } else {
+                for (uint32_t i = 0; i < geometry.dim; ++i) {
+                  reinterpret_cast<uint16_t*>(row)[i] = f32_to_bf16(x[i]);
+                }
+              }
+              ++n_rows;
+            }
+          }
+        }
+      }
+    }
+    EXPECT_GT(n_dropped, 0u);
+    EXPECT_EQ(n_rows, 3u * 2 * 20 * 2);
+    ASSERT_EQ(second.launch(false), KVM_OK) << kvm_last_error();
+    rig.driver().settle();
+    second.check("own rows");
+
+    kvm_cuda_pages pages{};
+    EXPECT_EQ(kvm_cuda_batch_get_pages(batch, 0, 0, &pages), KVM_ERR_INVALID);  // struct_size
+    pages.struct_size = sizeof pages;
+    EXPECT_EQ(kvm_cuda_batch_get_pages(batch, 0, 2, &pages), KVM_ERR_INVALID);
+    EXPECT_EQ(kvm_cuda_batch_get_pages(batch, 4, 0, &pages), KVM_ERR_INVALID);
+    std::vector<int32_t> few(4);
+    uint64_t n_tokens = 0;
+    EXPECT_EQ(kvm_cuda_batch_get_indices(batch, 0, 0, 0, few.data(), 4, &n_tokens),
+              KVM_ERR_INVALID);
+    EXPECT_EQ(kvm_cuda_batch_get_indices(batch, 0, 0, 1, few.data(), 4, &n_tokens),
+              KVM_ERR_INVALID);
+    truncate(&rig, &a, 319);
+    few.resize(8);
+    EXPECT_EQ(kvm_cuda_batch_get_indices(batch, 0, 0, 0, few.data(), 8, &n_tokens),
+              KVM_ERR_INVALID);
+  }
 }
 
 // --- Between device and host --------------------------------------------------------------------
