@@ -292,7 +292,7 @@ KVM_API kvm_status kvm_cuda_batch_get_indices(kvm_cuda_batch *batch, uint32_t la
 
 /* Moves the pages of a sequence that no fork shares to page-locked host memory, behind what is
  * enqueued on `stream`. What is enqueued later does not wait for the copies unless it needs these
- * pages. The call books what goes where, 10 ns or so a page, and is refused or not; a thread of the
+ * pages. The call books what goes where, some 20 ns a page, and is refused or not; a thread of the
  * client enqueues the copies, by the chunk of 2 MiB, at most 8 at a time for each direction. Pages
  * that do not lie together are gathered on the device, so copies are of 1 MiB and more where the
  * sequence has as much. The sequence can then only be fetched, asked about and freed; what else is
