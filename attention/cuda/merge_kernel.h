@@ -116,7 +116,8 @@ template <uint32_t kDim>
 KVM_GPU void merge_thread(const MergeParams& p) {
   const uint32_t n_rows =
       p.n_merges != nullptr ? load_global<uint32_t>(p.n_merges) * p.rows : block_count();
-  bool again = false;
+  // No barrier between rows: what a row writes first nobody reads behind the last barrier of the
+  // row before, and the rest is written behind a barrier of its own.
   for (uint32_t i = block_id(); i < n_rows; i += block_count()) {
     const Merge merge = p.merges[i / p.rows];
     const uint32_t row = i % p.rows;
@@ -124,10 +125,6 @@ KVM_GPU void merge_thread(const MergeParams& p) {
     if (row >= rows_left || row >= p.block_rows) {
       continue;  // the whole block
     }
-    if (again) {
-      sync_block();  // somebody may still read what the row before left
-    }
-    again = true;
     merge_row<kDim>(p, merge, row);
   }
 }

@@ -444,7 +444,7 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
   }
   const uint64_t per_segment = div_up(n_pages + 3, kSegments);
   for (uint32_t i = 0; i < kSegments; ++i) {
-    segments.emplace_back(per_segment * largest_page);
+    segments.emplace_back(2 * per_segment * largest_page);
   }
   for (uint32_t i = 0; i < kSegments * per_segment; ++i) {
     page_order_.push_back(static_cast<uint32_t>(i / per_segment) << kEntrySlotBits |
@@ -453,8 +453,10 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
   std::sort(page_order_.begin(), page_order_.end(), [this](uint32_t a, uint32_t b) {
     return mix(seed_, kPages, a) < mix(seed_, kPages, b);
   });
-  for (PageClass& lies : classes) {
-    lies.page_bytes = largest_page;
+  // A page holds two layers; this one is the second where the class is an even one.
+  for (size_t c = 0; c < classes.size(); ++c) {
+    classes[c].page_bytes = 2 * largest_page;
+    classes[c].layer_offset_bytes = static_cast<uint32_t>(c % 2 == 0 ? largest_page : 0);
   }
 
   uint64_t free_page = 0;
@@ -601,8 +603,8 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
   for (uint32_t at = 0; at < kept.size(); ++at) {
     const uint32_t entry = page_order_[(*free_page)++];
     page_table.push_back(entry);
-    uint8_t* base =
-        segments[entry >> kEntrySlotBits].data() + (entry & kEntrySlotMask) * lies.page_bytes;
+    uint8_t* base = segments[entry >> kEntrySlotBits].data() +
+                    (entry & kEntrySlotMask) * lies.page_bytes + lies.layer_offset_bytes;
     for (uint32_t row = 0; row < page; ++row) {
       const uint32_t position = kept[at] * page + row;
       if (position >= length || !keeps(of, length, position)) {
@@ -922,6 +924,7 @@ AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
     of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
     of.v_scales_offset_bytes = of.n_heads * spec_.page_tokens * 2;
     of.page_bytes = pages.size() / kAppendPages;
+    of.layer_offset_bytes = 32 * spec_.page_tokens;  // behind something else
   }
   for (uint32_t t = 0; t < kAppendTokens; ++t) {
     for (uint32_t c = 0; c < 2; ++c) {
@@ -965,8 +968,9 @@ void AppendCase::make_rows(uint64_t seed) {
 void AppendCase::expect_token(const AppendToken& token) {
   const PageClass& of = classes_[token.page_class];
   const auto row_bytes = static_cast<uint32_t>(codecs::codec_of(spec_.to).row_bytes(spec_.dim));
-  uint8_t* const page =
-      expected_.data() + (page_table[token.table] & kEntrySlotMask) * of.page_bytes;
+  uint8_t* const page = expected_.data() +
+                        (page_table[token.table] & kEntrySlotMask) * of.page_bytes +
+                        of.layer_offset_bytes;
   for (uint32_t n = 0; n < of.n_heads * 2; ++n) {
     const uint32_t head = n / 2, is_v = n % 2;
     const uint32_t kv_head = heads[of.heads_first + head];

@@ -20,13 +20,22 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CUDA = "attention/cuda/"
-DECODE, MERGE, APPEND, PAGES, PLAN = (
+DECODE, MERGE, APPEND, PAGES, PLAN, TABLE = (
     CUDA + name for name in
-    ("decode_kernel.h", "merge_kernel.h", "append_kernel.h", "pages.h", "plan.cc"))
+    ("decode_kernel.h", "merge_kernel.h", "append_kernel.h", "pages.h", "plan.cc",
+     "table_kernel.h"))
 
 # Class, file, what is there, what is planted.
 BUGS = [
     ("wait count", DECODE, "copy_async_wait<kAhead - 1>();", "copy_async_wait<kAhead>();"),
+    ("page lookup", PAGES, " +\n         of.layer_offset_bytes;", ";"),
+    ("counts", MERGE, "load_global<uint32_t>(p.n_merges) * p.rows",
+     "load_global<uint32_t>(p.n_merges)"),
+    ("counts", APPEND, "load_global<uint32_t>(p.n_tokens) : block_count()",
+     "load_global<uint32_t>(p.n_tokens) + 1 : block_count()"),
+    ("counts", APPEND, "i += block_count()", "i += n"),
+    ("scatter", TABLE, "(run.to | run.from) % 4 == 0", "run.to % 4 == 0"),
+    ("scatter", TABLE, "n_wide + thread_id(); i", "n_wide + thread_id() + 1; i"),
     ("wait count", DECODE,
      "    copy_async_commit();\n    task.look_up", "    task.look_up"),
     ("stages", DECODE, "task.next, free, work.end", "task.next, full, work.end"),
