@@ -385,11 +385,14 @@ Status Batch::send(const Slot& slot, const Message& message, Stream stream) {
 }
 
 Status Batch::enqueue_update(std::span<const BatchItem> items, Stream stream) {
-  KVM_TRY_ASSIGN(Slot * slot, next_slot());
+  Slot* slot = nullptr;
+  KVM_TRY_ASSIGN(slot, next_slot());
   Message message = message_in(*slot);
   for (Kind& kind : kinds_) {
     KVM_TRY(plan_kind(&kind, items, &message));
-    add_tokens(&kind, items, &message);
+    if (kind.stores) {
+      add_tokens(&kind, items, &message);
+    }
   }
   add_heads(&message);
   add_trees(items, &message);
