@@ -21,6 +21,8 @@ namespace {
 
 constexpr uint32_t kMaxSpaces = 64;
 constexpr uint64_t kMaxSequences = 65536;
+// In units of log 2 larger ones are infinite.
+constexpr float kMostSinkLogit = 0x1p127f;
 constexpr uint32_t kEpochTags = (1u << 20) - 1;
 
 Status unsupported(const std::string& what) {
@@ -80,9 +82,6 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
   if (!space.alibi_slopes.empty()) {
     return unsupported("alibi_slopes are not there");
   }
-  if (!space.sink_logits.empty()) {
-    return unsupported("sink_logits are not there");
-  }
   if (space.has_indexes) {
     return unsupported("indexes are not there: attention is exact");
   }
@@ -116,6 +115,12 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
     layer.n_q_heads = from.n_q_heads;
     layer.n_kv_heads = from.n_kv_heads;
     layer.window = from.window;
+    if (const float* sinks = space.layer_sink_logits(i); sinks != nullptr && layer.has_keys) {
+      layer.sink_logits.assign(sinks, sinks + from.n_q_heads);
+      for (float& logit : layer.sink_logits) {
+        logit = std::min(logit, kMostSinkLogit);
+      }
+    }
     if (from.kind == KVM_LAYER_OWN) {
       KVM_TRY(add_classes(space, i, &layer));
     }

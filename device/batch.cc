@@ -201,6 +201,11 @@ void Batch::lay_out() {
     kind.n_merges_at = take_changing(sizeof(uint32_t));
     kind.n_tokens_at = take_changing(sizeof(uint32_t));
   }
+  // Behind something, so none of them is 0.
+  for (const LayerLayout& layer : space_->layers) {
+    sinks_at_.push_back(
+        layer.sink_logits.empty() ? 0 : take_changing(layer.sink_logits.size() * sizeof(float)));
+  }
   tree_at_ = take_changing(uint64_t{options_.max_query_rows} * sizeof(uint64_t));
   slot_bytes_ = round_up(Message::bytes_for(max_runs_, max_words_), 4096);
   message_at_ = take(slot_bytes_);
@@ -345,7 +350,7 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
 // The device may have anything now.
 void Batch::forget_device() {
   std::fill(places_.begin(), places_.end(), Place{});
-  heads_written_ = false;
+  constants_written_ = false;
 }
 
 void Batch::undo_update() {
@@ -394,7 +399,11 @@ Status Batch::enqueue_update(std::span<const BatchItem> items, Stream stream) {
       add_tokens(&kind, items, &message);
     }
   }
-  add_heads(&message);
+  if (!constants_written_) {
+    add_heads(&message);
+    add_sinks(&message);
+    constants_written_ = true;
+  }
   add_trees(items, &message);
   KVM_TRY(add_table(items, &slot, &message, stream));
   return send(*slot, message, stream);
@@ -510,12 +519,18 @@ void Batch::add_tokens(Kind* kind, std::span<const BatchItem> items, Message* me
 
 void Batch::add_heads(Message* message) {
   for (const Kind& kind : kinds_) {
-    if (!heads_written_) {
-      const uint64_t n = round_up(kind.heads.size(), 2);
-      std::copy(kind.heads.begin(), kind.heads.end(), message->add<uint16_t>(kind.heads_at, n));
+    const uint64_t n = round_up(kind.heads.size(), 2);
+    std::copy(kind.heads.begin(), kind.heads.end(), message->add<uint16_t>(kind.heads_at, n));
+  }
+}
+
+void Batch::add_sinks(Message* message) {
+  for (size_t layer = 0; layer < sinks_at_.size(); ++layer) {
+    const std::vector<float>& logits = space_->layers[layer].sink_logits;
+    if (!logits.empty()) {
+      std::copy(logits.begin(), logits.end(), message->add<float>(sinks_at_[layer], logits.size()));
     }
   }
-  heads_written_ = true;
 }
 
 void Batch::add_trees(std::span<const BatchItem> items, Message* message) {
@@ -718,6 +733,9 @@ Status Batch::resolve_tensors(const AttendCall& call, uint64_t n_rows,
   tensors->dtype_q = call.q.dtype;
   tensors->dtype_o = call.o.dtype;
   tensors->group = layer.group();
+  tensors->sink_logits = layer.sink_logits.empty()
+                             ? nullptr
+                             : reinterpret_cast<const float*>(device_ + sinks_at_[call.layer]);
   return Status::ok();
 }
 

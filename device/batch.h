@@ -5,8 +5,8 @@
 // that holds them serves every later step.
 //
 // Device memory:  table [list][item][max_pages], of which a list is of many layers (ListLayout);
-//                 for each kind of layer: work, merges, tokens to append, kv heads; tree masks
-//                 [query row]; partial states; a message.
+//                 for each kind of layer: work, merges, tokens to append, kv heads; sink logits
+//                 [layer][q head]; tree masks [query row]; partial states; a message.
 // Host memory:    kRing page-locked messages (message.h), each with an event. Updates wait for the
 //                 oldest only when all are under way.
 //
@@ -161,6 +161,7 @@ class Batch {
   void list_requests(const Kind& kind, std::span<const BatchItem> items);
   void add_tokens(Kind* kind, std::span<const BatchItem> items, Message* message);
   void add_heads(Message* message);
+  void add_sinks(Message* message);
   void add_trees(std::span<const BatchItem> items, Message* message);
   Status add_table(std::span<const BatchItem> items, Slot** slot, Message* message, Stream stream);
   Result<Slot*> next_slot();
@@ -188,6 +189,7 @@ class Batch {
   attention::gpu::DecodeKernel kernel_;
   std::vector<Kind> kinds_;
   std::vector<uint32_t> kind_of_layer_;
+  std::vector<uint64_t> sinks_at_;  // [layer] in device memory; 0: it has none
   uint64_t tree_at_ = 0, message_at_ = 0, table_at_ = 0, partial_o_at_ = 0, partial_lse_at_ = 0;
   uint32_t max_runs_ = 0, max_words_ = 0;  // of a message
   uint64_t slot_bytes_ = 0;                // of a ring slot: a message
@@ -198,7 +200,7 @@ class Batch {
   uint32_t next_ = 0;
 
   std::vector<Place> places_;
-  bool heads_written_ = false;
+  bool constants_written_ = false;  // heads and sinks
   uint64_t n_changes_ = 0;  // of the store, when places_ were last compared with their sequences
   // Of one update, kept for the next.
   std::vector<DeviceStore::Growth> growths_;

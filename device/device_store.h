@@ -74,6 +74,7 @@ struct LayerLayout {
   uint32_t n_kv_heads = 0;
   uint64_t window = 0;               // 0: all
   std::vector<ClassLayout> classes;  // of layers that store keys themselves
+  std::vector<float> sink_logits;    // [q head], or empty: AttendTensors::sink_logits
 
   uint32_t group() const { return n_q_heads / n_kv_heads; }
 };

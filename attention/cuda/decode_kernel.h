@@ -756,13 +756,17 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
     const uint32_t row = index / kColumns, channel = index % kColumns * 4;
     const uint32_t m_at = (Shape::kRows * Shape::kStateStride + row) * 4;
     const uint32_t l_at = m_at + Shape::kRows * 4;
-    float top = minus_infinity();
+    const RowPlace at =
+        row_place(work.request.q_token, work.kv_head, p.tensors.group, work.row_first + row);
+    // A state with l = 1 and o = 0. Of a piece whose state is merged with others it is not part.
+    const float sink = work.slot < 0 ? sink_of(p.tensors, at) * kLog2E : minus_infinity();
+    float top = sink;
 #pragma unroll
     for (uint32_t warp = 0; warp < Shape::kWarps; ++warp) {
       top = fmaxf(top, load_shared<float>(states + warp * Shape::kWarpBytes + m_at));
     }
     const float base = top == minus_infinity() ? 0.0f : top;
-    float sum = 0.0f;
+    float sum = exp2_fast(sink - base);
     Float4 o{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (uint32_t warp = 0; warp < Shape::kWarps; ++warp) {
@@ -781,8 +785,6 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
     o = {o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse};
     const float lse = sum != 0.0f ? (top + log2_fast(sum)) * kLn2 : minus_infinity();
     if (work.slot < 0) {
-      const RowPlace at =
-          row_place(work.request.q_token, work.kv_head, p.tensors.group, work.row_first + row);
       store_result(p.tensors, at, channel, o);
       if (channel == 0) {
         store_lse(p.tensors, at, lse);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Merges partial states into results: o = sum_i e^(lse_i - lse) o_i, lse = ln sum_i e^lse_i. The
 // formula is that of base/merge.h for many states at once; empty ones (lse = -inf) count nothing.
+// A head's sink is one more of them, with o = 0.
 //
 // One block of kMergeThreads per row. All lse are loaded first, side by side; then threads read the
 // states, 4 channels each, groups of threads taking every kGroups-th state. The order of additions
@@ -54,8 +55,11 @@ KVM_GPU void merge_row(const MergeParams& p, const Merge& merge, uint32_t row) {
   static_assert(kMergeThreads % kColumns == 0);
   const SharedAddress shared = shared_start();
 
+  const RowPlace at =
+      row_place(merge.q_token, merge.kv_head, p.tensors.group, merge.row_first + row);
+  const float sink = sink_of(p.tensors, at);
   float lse[kMaxMergeSlots / kMergeThreads];
-  float top = minus_infinity();
+  float top = sink;
 #pragma unroll
   for (uint32_t i = 0; i < kMaxMergeSlots / kMergeThreads; ++i) {
     const uint32_t slot = i * kMergeThreads + thread_id();
@@ -80,6 +84,7 @@ KVM_GPU void merge_row(const MergeParams& p, const Merge& merge, uint32_t row) {
   }
   // Its barrier also hands on the weights.
   total = reduce_block<false>(total, shared + kMergeTotals);
+  total += exp2_fast((sink - base) * kLog2E);
 
   const uint32_t channel = thread_id() % kColumns * 4;
   Float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
@@ -101,8 +106,6 @@ KVM_GPU void merge_row(const MergeParams& p, const Merge& merge, uint32_t row) {
     }
     // A total that is not a number says that the row saw one.
     const float inverse = total != 0.0f ? 1.0f / total : 0.0f;
-    const RowPlace at =
-        row_place(merge.q_token, merge.kv_head, p.tensors.group, merge.row_first + row);
     store_result(p.tensors, at, channel,
                  {sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse});
     if (thread_id() == 0) {

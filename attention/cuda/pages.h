@@ -67,6 +67,12 @@ KVM_GPU void store_lse(const AttendTensors& tensors, RowPlace at, float lse) {
   }
 }
 
+// The logit without a value of a q head; -inf where there is none.
+KVM_GPU float sink_of(const AttendTensors& tensors, RowPlace at) {
+  return tensors.sink_logits != nullptr ? load_global<float>(tensors.sink_logits + at.q_head)
+                                        : minus_infinity();
+}
+
 }  // namespace kvm::attention::gpu
 
 #endif  // KVM_ATTENTION_CUDA_PAGES_H_

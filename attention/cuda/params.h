@@ -137,6 +137,9 @@ struct AttendTensors {
   Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are bytes, kF16 or kBf16
   Dtype dtype_o = Dtype::kF32;   // kF32, kF16, kBf16
   uint32_t group = 1;            // q heads per kv head, 1 to kMaxGpuGroup
+  // [q head] a logit without a value that counts in every sum of the head, or null; -inf counts
+  // nothing. Where a row's pieces are merged it counts there, once. At most 2^127.
+  const float* sink_logits = nullptr;
 };
 
 struct DecodeParams {

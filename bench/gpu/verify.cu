@@ -58,6 +58,7 @@ bool verify_case(const CaseSpec& spec, uint64_t seed) {
   decode.page_table = on.add(one.page_table);
   decode.log_weights = on.add(one.log_weights);
   decode.tree_mask = on.add(one.tree_mask);
+  decode.tensors.sink_logits = spec.sinks ? on.add(one.sink_logits) : nullptr;
   decode.work = on.add(plan.work);
   decode.partial_o = on.add(one.partial_o);
   decode.partial_lse = on.add(one.partial_lse);

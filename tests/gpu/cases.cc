@@ -71,6 +71,7 @@ enum Stream : uint64_t {
   kPages,
   kTree,
   kScales,
+  kSinks,
   kAppends
 };
 
@@ -260,6 +261,53 @@ std::vector<CaseSpec> all_cases() {
              .softcap = 2.0f,
              .q_size = 4.0f});
       }
+    }
+  }
+  // Sinks: every shape, whole and in pieces; rows that see nothing else; beside everything else
+  // that changes a sum.
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+    for (const uint32_t dim : {64u, 128u, 256u}) {
+      add({.name = "sinks",
+           .codec = codec,
+           .dim = dim,
+           .group = 8,
+           .n_query = dim == 256 ? 1u : 4u,
+           .lengths = {dim == 256 ? 0u : 4u, 70, 330},
+           .blocks = 3,
+           .sinks = true});
+    }
+    add({.name = "sinks, classes, weights, capped",
+         .codec = codec,
+         .dtype_o = Dtype::kBf16,
+         .group = 3,
+         .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 4, .window = 100}},
+         .lengths = {500, 90, 0, 3},
+         .blocks = 5,
+         .weights = Weights::kHidden,
+         .softcap = 3.0f,
+         .sinks = true});
+    add({.name = "sinks, tree, fixed pieces",
+         .codec = codec,
+         .dim = 64,
+         .group = 5,
+         .n_query = 6,
+         .lengths = {300, 6},
+         .fixed_tokens = 64,
+         .tree = true,
+         .sinks = true});
+    if (codecs::codec_of(codec).is_scaled()) {
+      add({.name = "sinks, values of 2^+-100",
+           .codec = codec,
+           .lengths = {700, 64},
+           .blocks = 2,
+           .sinks = true,
+           .far = 100});
+      add({.name = "sinks, not numbers",
+           .codec = codec,
+           .lengths = {49, 105},
+           .blocks = 2,
+           .sinks = true,
+           .not_numbers = true});
     }
   }
   add({.name = "capped hard", .lengths = {90, 0}, .softcap = 1e-3f, .q_size = 10.0f});
@@ -487,6 +535,12 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
       tree_mask.push_back(token % spec_.n_query == 0 ? 0 : mix(seed_, kTree, token) & every);
     }
   }
+  for (uint32_t head = 0; spec_.sinks && head < q_heads; ++head) {
+    // Some count for nothing, some for more than all tokens.
+    const uint64_t bits = mix(seed_, kSinks, head);
+    sink_logits.push_back(head % 4 == 2 ? -std::numeric_limits<float>::infinity()
+                                        : 3.0f * gaussian(bits) + (head % 4 == 1 ? 12.0f : 0.0f));
+  }
   o = Bytes(n_tokens_q_ * q_heads * stride * dtype_size_bytes(spec_.dtype_o));
   lse.resize(n_tokens_q_ * q_heads);
 }
@@ -674,6 +728,7 @@ AttendTensors Case::tensors() {
   tensors.dtype_q = spec_.query_dtype();
   tensors.dtype_o = spec_.dtype_o;
   tensors.group = spec_.group;
+  tensors.sink_logits = spec_.sinks ? sink_logits.data() : nullptr;
   return tensors;
 }
 
@@ -715,6 +770,7 @@ std::vector<std::span<uint8_t>> Case::memory() {
   append_range(&all, heads);
   append_range(&all, log_weights);
   append_range(&all, tree_mask);
+  append_range(&all, sink_logits);
   append_range(&all, lse);
   append_range(&all, partial_o);
   append_range(&all, partial_lse);
@@ -754,7 +810,9 @@ void Case::reference() {
         const auto* query = reinterpret_cast<const uint16_t*>(q.data()) +
                             (size_t{token} * q_heads + q_head) * stride;
         std::vector<double> logit(length, -std::numeric_limits<double>::infinity());
-        double top = -std::numeric_limits<double>::infinity();
+        const double sink =
+            spec_.sinks ? sink_logits[q_head] : -std::numeric_limits<double>::infinity();
+        double top = sink;
         bool broken = false;
         for (uint32_t t = 0; t < length; ++t) {
           if (!keeps(of, length, t) || !sees(token, length, t)) {
@@ -773,7 +831,7 @@ void Case::reference() {
         if (std::isinf(top) && !broken) {
           continue;  // sees nothing: o = 0, lse = -inf
         }
-        double sum = 0;
+        double sum = std::exp(sink - top);
         double* out = &ref_o_[(size_t{token} * q_heads + q_head) * spec_.dim];
         for (uint32_t t = 0; t < length; ++t) {
           const double weight = std::exp(logit[t] - top);

@@ -47,6 +47,7 @@ struct CaseSpec {
   Weights weights = Weights::kNone;
   bool tree = false;     // the query tokens see each other as a random mask says, not in order
   float softcap = 0.0f;  // of logits
+  bool sinks = false;    // heads have logits without a value
   float q_size = 1.0f;   // standard deviation of queries
   float k_size = 1.0f;   // and of keys, about; where pages are of bytes
   bool uneven = false;   // values of very different sizes, some of them 0; likewise
@@ -119,6 +120,7 @@ class Case {
   std::vector<Request> requests;
   std::vector<float> log_weights;
   std::vector<uint64_t> tree_mask;  // [query token], where spec().tree
+  std::vector<float> sink_logits;   // [q head], where spec().sinks
   Bytes q, o;
   std::vector<float> lse, partial_o, partial_lse;
 

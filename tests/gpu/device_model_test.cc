@@ -41,6 +41,9 @@ Geometry mixed_geometry() {
   window.window = 50;
   geometry.layers = {window};
   geometry.softcap = 3.0f;
+  for (uint32_t n = 0; n < kLayers * geometry.n_q_heads; ++n) {
+    geometry.sink_logits.push_back(n % 4 == 3 ? -INFINITY : 0.7f * static_cast<float>(n) - 2.0f);
+  }
   return geometry;
 }
 
@@ -95,6 +98,7 @@ class Twins {
     space.head_dim_k = geometry.dim;
     space.codec = geometry.codec;
     space.logit_softcap = geometry.softcap;
+    space.sink_logits = geometry.sink_logits.empty() ? nullptr : geometry.sink_logits.data();
     space.layers = geometry.layers.data();
     space.n_layer_params = static_cast<uint32_t>(geometry.layers.size());
     space.policies = geometry.policies.data();

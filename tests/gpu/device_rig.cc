@@ -81,6 +81,7 @@ Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_byt
   space.head_dim_k = geometry.dim;
   space.codec = geometry.codec;
   space.logit_softcap = geometry.softcap;
+  space.sink_logits = geometry.sink_logits.empty() ? nullptr : geometry.sink_logits.data();
   space.layers = geometry.layers.data();
   space.n_layer_params = static_cast<uint32_t>(geometry.layers.size());
   space.policies = geometry.policies.data();
@@ -246,7 +247,10 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
     const size_t at = (size_t{row} * geometry_.n_q_heads + h) * dim;
     std::vector<double> logits, o(dim);
     std::vector<uint64_t> positions;
-    double top = -std::numeric_limits<double>::infinity();
+    const double sink = geometry_.sink_logits.empty()
+                            ? -std::numeric_limits<double>::infinity()
+                            : geometry_.sink_logits[size_t{layer} * geometry_.n_q_heads + h];
+    double top = sink;
     for (uint64_t p = 0; p < shadow.keys.size(); ++p) {
       if (!sees(layer, head, query, p)) {
         continue;
@@ -265,7 +269,7 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
       positions.push_back(p);
       top = std::max(top, logit);
     }
-    double sum = 0;
+    double sum = std::isinf(top) ? 0 : std::exp(sink - top);
     for (size_t n = 0; n < positions.size(); ++n) {
       const double weight = std::exp(logits[n] - top);
       sum += weight;

@@ -32,6 +32,7 @@ struct Geometry {
   // Of queries: where rows are bytes another one.
   uint32_t query_dtype() const { return codec == KVM_CODEC_F16 ? KVM_DTYPE_F16 : KVM_DTYPE_BF16; }
   float softcap = 0;
+  std::vector<float> sink_logits;  // [layer][q head], or empty
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;
 };

@@ -386,6 +386,49 @@ TEST(DeviceTest, LogitsAreCapped) {
   }
 }
 
+// Layers have sinks of their own, also one that reads the keys of another.
+TEST(DeviceTest, SinkLogitsCountOnce) {
+  for (const bool emulate : {false, true}) {
+    SCOPED_TRACE(emulate ? "kernels" : "plain");
+    FakeOptions options;
+    options.emulate = emulate;
+    Geometry geometry = mixed_geometry();
+    for (uint32_t n = 0; n < geometry.n_layers * geometry.n_q_heads; ++n) {
+      geometry.sink_logits.push_back(n % 5 == 4 ? -INFINITY : 0.5f * static_cast<float>(n) - 1.0f);
+    }
+    Rig rig(options, geometry);
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(2, 700, 2));
+    Seq a = make(&rig, 1), b = make(&rig, 2);
+    std::vector<Step> steps;
+    steps.push_back({&rig, batch, {{&a, 30, 1}, {&b, 1, 1}}, 1});
+    steps.push_back({&rig, batch, {{&a, 1, 2}}, 2});
+    // In pieces: they merge.
+    steps.push_back({&rig, batch, {{&a, 650, 2}}, 3});
+    steps.push_back({&rig, batch, {{&a, 1, 1}, {&b, 1, 2}}, 4});
+    run_all(&rig, &steps);
+  }
+}
+
+// Logits that are infinite in units of log 2 are the whole sum all the same.
+TEST(DeviceTest, HugeSinkLogitsAreTheWholeSum) {
+  Geometry geometry;
+  geometry.n_layers = 1;
+  geometry.sink_logits.assign(geometry.n_q_heads, 3e38f);
+  FakeOptions options;
+  options.emulate = true;
+  Rig rig(options, geometry);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 20, 1));
+  Seq a = make(&rig, 1);
+  Step step(&rig, batch, {{&a, 20, 1}}, 1);
+  step.run();
+  rig.driver().settle();
+  for (uint32_t head = 0; head < geometry.n_q_heads; ++head) {
+    EXPECT_EQ(step.outputs(0).o[head * geometry.dim], 0.0f);
+    EXPECT_GT(step.outputs(0).lse[head], 1e38f);
+    EXPECT_LT(step.outputs(0).lse[head], INFINITY);
+  }
+}
+
 TEST(DeviceTest, LogWeightsAreAdded) {
   Geometry geometry;
   geometry.n_layers = 1;
@@ -1192,8 +1235,6 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
   EXPECT_EQ(refused([](auto* s) { s->codec = KVM_CODEC_F32; }), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 80; }), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
-  const std::vector<float> sinks(8);
-  EXPECT_EQ(refused([&](auto* s) { s->sink_logits = sinks.data(); }), KVM_ERR_UNSUPPORTED);
   kvm_index_params index{};
   index.kind = KVM_INDEX_SKETCH;
   EXPECT_EQ(refused([&](auto* s) { s->indexes = &index, s->n_indexes = 1; }), KVM_ERR_UNSUPPORTED);

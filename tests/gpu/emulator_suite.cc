@@ -31,7 +31,7 @@ class Suite {
   void decode(const CaseSpec& spec);
   template <class Shape>
   void decode_with(const CaseSpec& spec, const char* shape_name);
-  void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty);
+  void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty, bool sinks = false);
   void append(const AppendSpec& spec);
   void scatter(uint32_t n_runs, uint32_t n_words);
   void move(uint32_t n_pages, uint64_t page_bytes, bool pack);
@@ -124,7 +124,7 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
 }
 
 // Partial states of random sizes, some of them empty, against sums in fp64.
-void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
+void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty, bool sinks) {
   constexpr uint32_t kRows = 3, kBlockRows = 16;
   std::vector<float> partial_o(size_t{n_slots} * kBlockRows * dim, NAN);
   std::vector<float> partial_lse(size_t{n_slots} * kBlockRows, NAN);
@@ -149,6 +149,10 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
       }
     }
   }
+  std::vector<float> sink_logits = {8.0f, -INFINITY, 14.0f};
+  for (uint32_t row = 0; sinks && row < kRows; ++row) {
+    totals[row] += std::exp(static_cast<double>(sink_logits[row]));
+  }
   Merge merge;
   merge.n_slots = n_slots;
   uint32_t n_merges = 1;
@@ -159,6 +163,7 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
   params.tensors.lse = lse.data();
   params.tensors.lse_stride_head = 1;
   params.tensors.group = kRows;
+  params.tensors.sink_logits = sinks ? sink_logits.data() : nullptr;
   params.merges = &merge;
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
@@ -168,11 +173,9 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
     return std::span(reinterpret_cast<uint8_t*>(of.data()), of.size() * sizeof(float));
   };
   const std::vector<std::span<uint8_t>> memory = {
-      bytes(partial_o),
-      bytes(partial_lse),
-      bytes(o),
-      bytes(lse),
-      {reinterpret_cast<uint8_t*>(&n_merges), sizeof n_merges}};
+      bytes(partial_o),   bytes(partial_lse),
+      bytes(o),           bytes(lse),
+      bytes(sink_logits), {reinterpret_cast<uint8_t*>(&n_merges), sizeof n_merges}};
   // Fewer blocks than rows.
   launch("merge", kRows / 2 + 1, kMergeThreads, kMergeSharedBytes, memory, [&] {
     dim == 64    ? merge_thread<64>(params)
@@ -193,7 +196,7 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty) {
     }
   }
   conclude("merge d" + std::to_string(dim) + " of " + std::to_string(n_slots) + ", " +
-               std::to_string(n_empty) + " empty",
+               std::to_string(n_empty) + " empty" + (sinks ? ", sinks" : ""),
            right, worst, worst_lse);
 }
 
@@ -305,6 +308,8 @@ int run(bool quiet, bool first, uint64_t seed) {
     suite.merge(dim, 37, 5);
     suite.merge(dim, kMaxMergeSlots, 100);
     suite.merge(dim, 4, 4);
+    suite.merge(dim, 4, 4, true);
+    suite.merge(dim, 37, 5, true);
   }
   for (const AppendSpec& spec : all_appends()) {
     suite.append(spec);

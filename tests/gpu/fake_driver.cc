@@ -638,6 +638,9 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           }
           top = new_top;
         }
+        if (work.slot < 0) {
+          add_sink(p.tensors, at.q_head, &top, &sum, &o);
+        }
         for (double& channel : o) {
           channel = sum > 0 ? channel / sum : 0;
         }
@@ -654,6 +657,28 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
       piece = work.next;
     } while (piece != 0);
   }
+}
+
+void FakeDriver::add_sink(const AttendTensors& tensors, int64_t q_head, double* top, double* sum,
+                          std::vector<double>* o) {
+  if (tensors.sink_logits == nullptr) {
+    return;
+  }
+  const float* const logit = tensors.sink_logits + q_head;
+  if (!is_device(logit, sizeof *logit)) {
+    complain("a sink that is not in device memory");
+    return;
+  }
+  if (*logit == -INFINITY) {
+    return;
+  }
+  const double new_top = std::max<double>(*top, *logit);
+  const double factor = std::exp(*top - new_top);
+  *sum = *sum * factor + std::exp(*logit - new_top);
+  for (double& channel : *o) {
+    channel *= factor;
+  }
+  *top = new_top;
 }
 
 void FakeDriver::plain_move(const MoveParams& p) {
@@ -691,12 +716,13 @@ void FakeDriver::plain_merge(uint32_t dim, const MergeParams& p, uint32_t n_merg
           }
         }
       }
+      const RowPlace at =
+          row_place(merge.q_token, merge.kv_head, p.tensors.group, merge.row_first + row);
+      add_sink(p.tensors, at.q_head, &top, &sum, &o);
       for (double& channel : o) {
         channel = sum > 0 ? channel / sum : 0;
       }
-      store_row(p.tensors,
-                row_place(merge.q_token, merge.kv_head, p.tensors.group, merge.row_first + row), o,
-                sum > 0 ? top + std::log(sum) : -INFINITY);
+      store_row(p.tensors, at, o, sum > 0 ? top + std::log(sum) : -INFINITY);
     }
   }
 }

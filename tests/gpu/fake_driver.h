@@ -157,6 +157,9 @@ class FakeDriver final : public Driver {
                   const std::function<void()>& kernel);
   void plain_decode(const attention::gpu::DecodeKernel& kernel,
                     const attention::gpu::DecodeParams& p, uint32_t n_blocks);
+  // Counts the sink of a row, whose sums are relative to e^*top.
+  void add_sink(const attention::gpu::AttendTensors& tensors, int64_t q_head, double* top,
+                double* sum, std::vector<double>* o);
   void plain_move(const attention::gpu::MoveParams& p);
   void plain_merge(uint32_t dim, const attention::gpu::MergeParams& p, uint32_t n_merges);
   uint64_t random();
