@@ -66,9 +66,10 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
                        " are not there; fp16, bf16, int8 and fp8 are");
   }
   if (space.head_dim_k != space.head_dim_v ||
-      (space.head_dim_k != 64 && space.head_dim_k != 128 && space.head_dim_k != 256)) {
+      !attention::gpu::is_head_dim_on_devices(space.codec, space.head_dim_k)) {
     return unsupported("head_dim_k is " + std::to_string(space.head_dim_k) + " and head_dim_v " +
-                       std::to_string(space.head_dim_v) + "; both must be 64, 128 or 256");
+                       std::to_string(space.head_dim_v) +
+                       "; both must be 64, 128 or 256 or, in pages of fp16 or bf16, 80, 96 or 192");
   }
   if (space.v_in_k) {
     return unsupported("KVM_SPACE_V_IN_K is not there");

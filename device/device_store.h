@@ -81,7 +81,7 @@ struct LayerLayout {
 
 struct SpaceLayout {
   CodecId codec = CodecId::kBf16;  // of K and V; attention::gpu::is_on_devices
-  uint32_t dim = 0;                // 64, 128, 256
+  uint32_t dim = 0;                // is_head_dim_on_devices
   float scale = 1.0f;
   float softcap = 0.0f;  // of logits; 0: none
   std::vector<LayerLayout> layers;

@@ -55,9 +55,9 @@
  *
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
  * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
- * dims other than 64, 128 and 256, retentions FOLD and HEAVY, positions IN_CACHE,
- * KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a queue: reading K and V back,
- * observations.
+ * dims other than 64, 128, 256 and, in pages of fp16 and bf16, 80, 96 and 192, retentions FOLD and
+ * HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a
+ * queue: reading K and V back, observations.
  *
  * What is otherwise than kvm.h says
  *

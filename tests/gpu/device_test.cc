@@ -233,6 +233,12 @@ TEST_P(DeviceShapes, PrefillsAndDecodes) {
 INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
                          ::testing::Values(Shape{"bf16_d64", KVM_CODEC_BF16, 64, 4, 2, 2},
                                            Shape{"fp16_d128_group8", KVM_CODEC_F16, 128, 8, 1, 4},
+                                           Shape{"bf16_d80_group5", KVM_CODEC_BF16, 80, 10, 2, 4},
+                                           Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 1},
+                                           Shape{"bf16_d96_group8", KVM_CODEC_BF16, 96, 8, 1, 4},
+                                           Shape{"fp16_d96", KVM_CODEC_F16, 96, 3, 3, 2},
+                                           Shape{"bf16_d192_group8", KVM_CODEC_BF16, 192, 8, 1, 4},
+                                           Shape{"fp16_d192", KVM_CODEC_F16, 192, 6, 2, 1},
                                            Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
                                            Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
                                            Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
@@ -1032,7 +1038,15 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
     return status;
   };
   EXPECT_EQ(refused([](auto* s) { s->codec = KVM_CODEC_F32; }), KVM_ERR_UNSUPPORTED);
-  EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 80; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 112; }), KVM_ERR_UNSUPPORTED);
+  for (const uint32_t dim : {80u, 96u, 192u}) {
+    for (const uint32_t bytes : {KVM_CODEC_I8, KVM_CODEC_F8E4M3}) {
+      EXPECT_EQ(refused([=](auto* s) { s->head_dim_k = dim, s->codec = bytes; }),
+                KVM_ERR_UNSUPPORTED);
+      EXPECT_NE(std::string(kvm_last_error()).find("in pages of fp16 or bf16, 80, 96 or 192"),
+                std::string::npos);
+    }
+  }
   EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
   kvm_index_params index{};
   index.kind = KVM_INDEX_SKETCH;
