@@ -72,9 +72,10 @@ Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayo
 Result<device::SpaceLayout> layout_of(const engine::Space& space) {
   KVM_TRY(check_codec(space.codec));
   if (space.head_dim_k != space.head_dim_v ||
-      (space.head_dim_k != 64 && space.head_dim_k != 128 && space.head_dim_k != 256)) {
+      !attention::gpu::is_head_dim_on_devices(space.codec, space.head_dim_k)) {
     return unsupported("head_dim_k is " + std::to_string(space.head_dim_k) + " and head_dim_v " +
-                       std::to_string(space.head_dim_v) + "; both must be 64, 128 or 256");
+                       std::to_string(space.head_dim_v) +
+                       "; both must be 64, 128 or 256 or, in pages of fp16 or bf16, 80, 96 or 192");
   }
   if (space.v_in_k) {
     return unsupported("KVM_SPACE_V_IN_K is not there");
@@ -320,14 +321,15 @@ Result<kvm_seq_id> DeviceClient::create_seq(const SeqRequest& call) {
   return add_seq(service_->store->create(space->layout), call.space);
 }
 
-void DeviceClient::finish_moves(std::span<const kvm_seq_id> seqs) {
+void DeviceClient::finish_moves(std::span<const kvm_seq_id> seqs, bool also_spills) {
   std::vector<device::MovePtr> moves;
   {
     const std::lock_guard lock(service_->mutex);
     for (size_t i = 0; service_->store->has_moves() && i < seqs.size(); ++i) {
       const Result<DeviceService::SeqRecord*> record = service_->seqs.find(seqs[i]);
-      if (record.is_ok() && record.value()->seq->moving != nullptr) {
-        moves.push_back(record.value()->seq->moving);
+      const device::MovePtr move = record.is_ok() ? record.value()->seq->moving : nullptr;
+      if (move != nullptr && (also_spills || move->lane == device::kToDevice)) {
+        moves.push_back(move);
       }
     }
   }
@@ -338,7 +340,7 @@ void DeviceClient::finish_moves(std::span<const kvm_seq_id> seqs) {
 
 Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
   if (call.verb == SeqVerb::kFork || call.verb == SeqVerb::kTruncate) {
-    finish_moves({&call.seq, 1});
+    finish_moves({&call.seq, 1}, false);
   }
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
@@ -509,7 +511,7 @@ Status DeviceClient::update(device::Batch* batch, const kvm_cuda_item* items, ui
   std::vector<kvm_seq_id> seqs(n_items);
   std::transform(items, items + n_items, seqs.begin(),
                  [](const kvm_cuda_item& of) { return of.seq; });
-  finish_moves(seqs);
+  finish_moves(seqs, false);
   return with_batch(batch, [&](device::Batch& of) -> Status {
     std::vector<device::BatchItem> resolved;
     resolved.reserve(n_items);
@@ -531,7 +533,7 @@ Status DeviceClient::update(device::Batch* batch, const kvm_cuda_item* items, ui
 }
 
 Status DeviceClient::spill(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream) {
-  finish_moves({&seq, 1});
+  finish_moves({&seq, 1}, true);
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
   KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));
@@ -539,7 +541,7 @@ Status DeviceClient::spill(kvm_seq_id seq, uint64_t begin, uint64_t end, device:
 }
 
 Status DeviceClient::fetch(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream) {
-  finish_moves({&seq, 1});
+  finish_moves({&seq, 1}, true);
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
   KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));

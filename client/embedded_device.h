@@ -104,7 +104,7 @@ class DeviceClient final : public Client {
   kvm_space_info describe(uint64_t id, const DeviceService::SpaceRecord& record) const;
   // Returns when the last moves of sequences are enqueued; what is no sequence has none.
   // REQUIRES: not locked: calls that would wait for moves do so here, where nobody else has to.
-  void finish_moves(std::span<const kvm_seq_id> seqs);
+  void finish_moves(std::span<const kvm_seq_id> seqs, bool also_spills);
   kvm_seq_id add_seq(std::shared_ptr<device::DeviceSequence> seq, kvm_space_id space);
   Result<kvm_seq_id> create_seq(const SeqRequest& call);
 

@@ -263,14 +263,14 @@ Status Batch::check_items(std::span<const BatchItem> items) {
       return invalid(where() + "the sequence is of another space than the batch");
     }
     n_append += item.n_append;
-    if (n_append > options_.max_append ||
-        uint64_t{item.append_row} + item.n_append > options_.max_append) {
+    if (item.n_append != 0 && (n_append > options_.max_append ||
+                               uint64_t{item.append_row} + item.n_append > options_.max_append)) {
       return invalid(where() + "rows " + number(item.append_row) + " to " +
                      number(uint64_t{item.append_row} + item.n_append) + " of k and v, " +
                      number(n_append) + " so far; max_append is " + number(options_.max_append));
     }
-    if (item.n_query > options_.max_query ||
-        uint64_t{item.query_row} + item.n_query > options_.max_query_rows) {
+    if (item.n_query != 0 && (item.n_query > options_.max_query ||
+                              uint64_t{item.query_row} + item.n_query > options_.max_query_rows)) {
       return invalid(where() + "n_query is " + number(item.n_query) + " from row " +
                      number(item.query_row) + " on; max_query is " + number(options_.max_query) +
                      " and max_query_rows " + number(options_.max_query_rows));

@@ -71,7 +71,7 @@ Result<std::unique_ptr<DeviceStore>> DeviceStore::open(std::unique_ptr<Driver> d
 DeviceStore::DeviceStore(std::unique_ptr<Driver> driver, const DeviceStoreOptions& options)
     : driver_(std::move(driver)),
       events_(std::make_unique<EventPool>(driver_.get())),
-      pool_(std::make_unique<PagePool>(driver_.get(), options.pool_bytes)) {}
+      pool_(std::make_shared<PagePool>(driver_.get(), options.pool_bytes)) {}
 
 Status DeviceStore::init(const DeviceStoreOptions& options) {
   KVM_TRY_ASSIGN(host_, HostChunks::create(driver_.get(), options.host_bytes));
@@ -95,7 +95,17 @@ DeviceStoreCounters DeviceStore::counters() const {
 }
 
 Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layout) {
-  auto space = std::make_shared<SpaceLayout>(std::move(layout));
+  const std::shared_ptr<SpaceLayout> space(
+      new SpaceLayout(std::move(layout)),
+      [pool = std::weak_ptr<PagePool>(pool_)](const SpaceLayout* gone) {
+        const std::shared_ptr<PagePool> of = pool.lock();
+        for (const ListLayout& list : gone->lists) {
+          if (of != nullptr && list.slab != ListLayout::kNoSlab) {
+            of->close_slab(list.slab);
+          }
+        }
+        delete gone;
+      });
   for (LayerLayout& layer : space->layers) {
     for (ClassLayout& of : layer.classes) {
       of.list = list_of(of, space.get());
@@ -110,7 +120,7 @@ Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layo
     }
     KVM_TRY_ASSIGN(list.slab, pool_->open_slab(space->slab_class(list.n_heads), list.n_layers));
   }
-  return std::shared_ptr<const SpaceLayout>(std::move(space));
+  return std::shared_ptr<const SpaceLayout>(space);
 }
 
 // --- Sequences ----------------------------------------------------------------------------------
@@ -146,10 +156,7 @@ Status DeviceStore::check_visible(const DeviceSequence& seq, uint64_t n_tokens,
 
 Result<std::shared_ptr<DeviceSequence>> DeviceStore::fork(DeviceSequence& parent,
                                                           uint64_t n_tokens) {
-  KVM_TRY(settle(&parent));
-  if (parent.on_host) {
-    return Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first");
-  }
+  KVM_TRY(settle_for_use(&parent));
   if (n_tokens > parent.n_tokens) {
     return Status(KVM_ERR_INVALID, "n_tokens is " + number(n_tokens) + "; the sequence has " +
                                        number(parent.n_tokens));
@@ -174,10 +181,7 @@ Result<std::shared_ptr<DeviceSequence>> DeviceStore::fork(DeviceSequence& parent
 }
 
 Status DeviceStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
-  KVM_TRY(settle(seq));
-  if (seq->on_host) {
-    return Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first");
-  }
+  KVM_TRY(settle_for_use(seq));
   if (n_tokens >= seq->n_tokens) {
     return Status::ok();
   }
@@ -311,9 +315,6 @@ uint64_t DeviceStore::n_dropped(const DeviceSequence& seq) const {
 
 Status DeviceStore::check_growth(const Growth& growth) const {
   const DeviceSequence& seq = *growth.seq;
-  if (seq.on_host) {
-    return Status(KVM_ERR_BUSY, "a sequence of the batch is on the host: kvm_cuda_fetch it first");
-  }
   const uint64_t n_after = seq.n_tokens + growth.n_append;
   if (growth.n_query > n_after) {
     return Status(KVM_ERR_INVALID, "n_query is " + number(growth.n_query) + "; the sequence has " +
@@ -326,7 +327,7 @@ Status DeviceStore::check_growth(const Growth& growth) const {
 Status DeviceStore::begin_growth(std::span<const Growth> growths, Stream stream) {
   KVM_ASSERT(grown_.empty() && changes_.empty());
   for (const Growth& growth : growths) {
-    KVM_TRY(settle(growth.seq));
+    KVM_TRY(settle_for_use(growth.seq));
   }
   for (const Growth& growth : growths) {
     KVM_TRY(check_growth(growth));
@@ -573,6 +574,16 @@ Status DeviceStore::settle(DeviceSequence* seq) {
   return std::exchange(seq->failure, Status::ok());
 }
 
+Status DeviceStore::settle_for_use(DeviceSequence* seq) {
+  const bool leaves =
+      seq->moving != nullptr && seq->moving->lane == kToHost && !mover_->is_failed();
+  if (!leaves) {
+    KVM_TRY(settle(seq));
+  }
+  return seq->on_host ? Status(KVM_ERR_BUSY, "the sequence is on the host: kvm_cuda_fetch it first")
+                      : Status::ok();
+}
+
 Status DeviceStore::await_pages(DeviceSequence* seq, Stream stream) {
   if (seq->ready != 0 && !mover_->is_done(kToDevice, seq->ready)) {
     KVM_TRY(mover_->wait(stream, kToDevice, seq->ready));
@@ -655,7 +666,7 @@ Status DeviceStore::spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Str
   KVM_TRY(settle(seq));
   collect_fences();
   const bool to_the_end = end >= seq->n_tokens;
-  const uint64_t first = div_up(begin, kPageTokens);
+  const uint64_t first = div_up(std::min(begin, seq->n_tokens), kPageTokens);
   const uint64_t last = to_the_end ? div_up(seq->n_tokens, kPageTokens) : end / kPageTokens;
   // Packed one behind the other; what forks share stays.
   std::vector<DeviceSequence::Part> parts;

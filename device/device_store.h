@@ -55,13 +55,14 @@ struct ClassLayout {
 // keep the same tokens. A page holds 64 tokens of all of them, a part for each layer, one behind
 // the other (ADR 0031). So what a step does to pages and page tables it does once for all layers.
 struct ListLayout {
+  static constexpr uint32_t kNoSlab = UINT32_MAX;
   uint32_t n_heads = 0;
   uint64_t n_sinks = 0;
   uint64_t n_recent = 0;
   uint64_t slack = 0;
   uint32_t n_layers = 0;
   uint64_t layer_bytes = 0;  // docs/storage.md: a page of one layer
-  uint32_t slab = 0;
+  uint32_t slab = kNoSlab;
 
   // Tokens before it are never dropped.
   uint64_t first_droppable() const;
@@ -81,7 +82,7 @@ struct LayerLayout {
 
 struct SpaceLayout {
   CodecId codec = CodecId::kBf16;  // of K and V; attention::gpu::is_on_devices
-  uint32_t dim = 0;                // 64, 128, 256
+  uint32_t dim = 0;                // is_head_dim_on_devices
   float scale = 1.0f;
   float softcap = 0.0f;  // of logits; 0: none
   std::vector<LayerLayout> layers;
@@ -265,6 +266,9 @@ class DeviceStore {
   void open_fence(const Fence& fence);
   // Waits until the sequence's moves are enqueued, and says once why one of them failed.
   Status settle(DeviceSequence* seq);
+  // The same for whoever uses its pages, which need not wait for those that leave.
+  // Fails: BUSY (on the host), and as settle.
+  Status settle_for_use(DeviceSequence* seq);
   // Makes the stream wait for copies into the sequence's pages.
   Status await_pages(DeviceSequence* seq, Stream stream);
   // Gives a page or a chunk back when the ticket is done.
@@ -288,7 +292,7 @@ class DeviceStore {
 
   std::unique_ptr<Driver> driver_;
   std::unique_ptr<EventPool> events_;
-  std::unique_ptr<PagePool> pool_;
+  std::shared_ptr<PagePool> pool_;  // layouts give their slabs back to it, if it is still there
   std::unique_ptr<HostChunks> host_;
   std::unique_ptr<Mover> mover_;
   std::deque<Fence> fences_[2];  // by lane

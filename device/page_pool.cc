@@ -48,14 +48,12 @@ PagePool::~PagePool() {
 Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class, uint32_t n_layers) {
   for (uint32_t i = 0; i < slabs_.size(); ++i) {
     if (slabs_[i].slab_class == slab_class && slabs_[i].n_layers == n_layers) {
+      ++slabs_[i].n_users;
       return i;
     }
   }
-  if (slabs_.size() == attention::gpu::kMaxSegments) {
-    return Status(KVM_ERR_LIMIT, "pages of " + std::to_string(slabs_.size()) +
-                                     " different kinds, the most that a device holds");
-  }
   Slab slab;
+  slab.n_users = 1;
   slab.slab_class = slab_class;
   slab.n_layers = n_layers;
   slab.page_bytes = slab_class.page_bytes() * n_layers;
@@ -71,11 +69,41 @@ Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class, uint32_
                                         std::to_string(slab.extent_bytes) + "; the pool has " +
                                         std::to_string(capacity_bytes_) + " bytes");
   }
-  KVM_TRY_ASSIGN(slab.base, driver_->reserve(n_extents * slab.extent_bytes));
   slab.extents.resize(n_extents);
   slab.n_slots = static_cast<uint32_t>(n_extents * slab.extent_bytes / slab.page_bytes);
-  slabs_.push_back(std::move(slab));
-  return static_cast<uint32_t>(slabs_.size() - 1);
+  slabs_.reserve(slabs_.size() + 1);
+  KVM_TRY_ASSIGN(const uint32_t place, free_place());
+  KVM_TRY_ASSIGN(slab.base, driver_->reserve(n_extents * slab.extent_bytes));
+  if (place == slabs_.size()) {
+    slabs_.push_back(std::move(slab));
+  } else {
+    Slab& old = slabs_[place];
+    for (uint32_t i = 0; i < old.extents.size(); ++i) {
+      if (old.extents[i].mapped) {
+        close_extent(old, i);
+      }
+    }
+    driver_->release(old.base, old.extents.size() * old.extent_bytes);
+    old = std::move(slab);
+  }
+  return place;
+}
+
+Result<uint32_t> PagePool::free_place() {
+  if (slabs_.size() < attention::gpu::kMaxSegments) {
+    return static_cast<uint32_t>(slabs_.size());
+  }
+  const auto unused = std::find_if(slabs_.begin(), slabs_.end(), [](const Slab& slab) {
+    return slab.n_users == 0 && std::none_of(slab.extents.begin(), slab.extents.end(),
+                                             [](const Extent& of) { return of.n_used != 0; });
+  });
+  if (unused == slabs_.end()) {
+    return Status(KVM_ERR_LIMIT, "pages of " + std::to_string(slabs_.size()) +
+                                     " different kinds, the most that a device holds");
+  }
+  // Work that was enqueued while its pages were in use may still read them.
+  KVM_TRY(driver_->synchronize_device());
+  return static_cast<uint32_t>(unused - slabs_.begin());
 }
 
 Result<PageRef> PagePool::allocate(uint32_t slab_index) {

@@ -47,7 +47,10 @@ class PagePool {
   // The slab for pages that hold n_layers pages of a class, one behind the other; made if there is
   // none. Fails: LIMIT (kMaxSegments slabs),
   // NO_SPACE (a single extent is more than the capacity), DEVICE.
+  // Slabs that nobody has open any more, and that have no page in use, make room for others.
   Result<uint32_t> open_slab(const tiers::SlabClass& slab_class, uint32_t n_layers = 1);
+  // REQUIRES: opened once more than closed; whoever closes it allocates no more pages of it.
+  void close_slab(uint32_t slab) { --slabs_[slab].n_users; }
   uint32_t n_slabs() const { return static_cast<uint32_t>(slabs_.size()); }
   // REQUIRES here and below: the slab is open, the page is allocated.
   uint8_t* base(uint32_t slab) const { return slabs_[slab].base; }
@@ -96,6 +99,7 @@ class PagePool {
   struct Slab {
     tiers::SlabClass slab_class;
     uint32_t n_layers = 1;
+    uint32_t n_users = 0;  // open_slab less close_slab
     uint64_t page_bytes = 0;
     uint64_t extent_bytes = 0;
     uint32_t n_slots = 0;
@@ -115,6 +119,9 @@ class PagePool {
     return slabs_[tiers::page_slab(page)].refs[tiers::page_slot(page)];
   }
   // REQUIRES: the slab has no free slot; then it has one.
+  // Where another slab can go: behind the others, or in the place of one that nobody needs.
+  // Fails: LIMIT, DEVICE.
+  Result<uint32_t> free_place();
   Status open_extent(Slab& slab);
   // Unmaps empty extents until size_bytes more fit. Fails: NO_SPACE, DEVICE.
   Status make_room(uint64_t size_bytes);

@@ -55,9 +55,9 @@
  *
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
  * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
- * dims other than 64, 128 and 256, retentions FOLD and HEAVY, positions IN_CACHE,
- * KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a queue: reading K and V back,
- * observations.
+ * dims other than 64, 128, 256 and, in pages of fp16 and bf16, 80, 96 and 192, retentions FOLD and
+ * HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a
+ * queue: reading K and V back, observations.
  *
  * What is otherwise than kvm.h says
  *
@@ -302,7 +302,7 @@ KVM_API kvm_status kvm_cuda_batch_get_indices(kvm_cuda_batch *batch, uint32_t la
  * wait) is taken back as far as they were not: of a spill, pages stay on the device, and the
  * sequence with them if none has left; of a fetch, pages stay on the host. Nothing is lost. The
  * next call that names the sequence in order to use it (an update, a fork, a truncate, a spill, a
- * fetch) answers with the failure, once, and has done nothing.
+ * fetch) answers with the failure, once, and has done nothing; BUSY while it is still to come.
  * Fails:   NO_SPACE (host_bytes), UNSUPPORTED (host_bytes is 0; the stream is being captured),
  *          NOT_FOUND, STALE, LOST, DEVICE. A sequence that is on the host already: nothing happens.
  * Waits:   while an earlier move of the same sequence is being enqueued.

@@ -136,7 +136,7 @@ KVM_GPU void append_token(const AppendParams& p, const AppendToken& token) {
   }
 }
 
-// Does the work of one thread of one block. REQUIRES: for rows of bytes, dim of 64, 128 or 256.
+// Does the work of one thread of one block. REQUIRES: is_head_dim_on_devices.
 template <Element kElement>
 KVM_GPU void append_thread(const AppendParams& p) {
   const uint32_t n = p.n_tokens != nullptr ? load_global<uint32_t>(p.n_tokens) : block_count();

@@ -21,10 +21,11 @@
 //
 // Shared memory, per warp: kStages stages of [K tile][V tile], a tile being [token][dim] with the
 // 16-byte chunk c of row r at chunk c xor (r % 8), so that neither the copies into it nor
-// load_matrix have bank conflicts (rows of 64 bytes lie two in a line: c xor (r / 2 % 4)). Where
-// rows are bytes, words [token] for K, then for V, follow: the one of the page that has the token's
-// scale in one of its halves, for copies take no less than a word. At the end of a piece the same
-// bytes hold the warp's state: o [row][kStateStride], m [row], l [row] in fp32.
+// load_matrix have bank conflicts. Where rows are no multiple of 8 chunks, only every second one,
+// or every fourth, begins with a line of 128 bytes: there it is c xor (r / 2 % 4), or c xor
+// (r / 4 % 2). Where rows are bytes, words [token] for K, then for V, follow: the one of the page
+// that has the token's scale in one of its halves, for copies take no less than a word. At the end
+// of a piece the same bytes hold the warp's state: o [row][kStateStride], m [row], l [row] in fp32.
 #ifndef KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 
@@ -49,7 +50,13 @@ constexpr uint32_t conflicts_of_stores(uint32_t stride, uint32_t channels) {
   return conflicts;
 }
 
-// REQUIRES: kDim of 64, 128, 256; kTile a multiple of 16, at most 32; kStages >= 2.
+// The largest power of 2 that divides n, at most `most`, which is one.
+constexpr uint32_t power_in(uint32_t n, uint32_t most) {
+  return n % most == 0 ? most : power_in(n, most / 2);
+}
+
+// REQUIRES: kDim a multiple of 16, where rows are bytes of 32, at most 256; kTile a multiple of 16,
+// at most 32; kStages >= 2.
 template <Element kElementType, uint32_t kDimValue, uint32_t kTileTokens, uint32_t kStageCount,
           uint32_t kWarpCount, uint32_t kRowTileCount>
 struct DecodeShape {
@@ -67,6 +74,13 @@ struct DecodeShape {
   static constexpr Element kOperand = kScaled ? Element::kF16 : kElement;
   static constexpr uint32_t kRowBytes = kDim * (kScaled ? 1 : 2);
   static constexpr uint32_t kRowChunks = kRowBytes / 16;
+  // Chunks of a row change places within groups of so many. Of rows that follow each other,
+  // kLineRows begin at different places of a line.
+  static constexpr uint32_t kGroupChunks = power_in(kRowChunks, 8);
+  static constexpr uint32_t kLineRows = 8 / kGroupChunks;
+  // A warp copies kStepRows rows, the least that are whole copies, in kStepCopies of them.
+  static constexpr uint32_t kStepRows = 32 / power_in(kRowChunks, 32);
+  static constexpr uint32_t kStepCopies = kStepRows * kRowChunks / 32;
   static constexpr uint32_t kPlaneBytes = kTile * kRowBytes;
   static constexpr uint32_t kScaleBytes = kScaled ? kTile * 4 : 0;  // of a plane
   static constexpr uint32_t kStageBytes = 2 * (kPlaneBytes + kScaleBytes);
@@ -79,7 +93,9 @@ struct DecodeShape {
                                                                   : (kStateBytes + 127) / 128 * 128;
   static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
 
-  static_assert(kDim % 64 == 0 && kDim <= 256 && kTile % 16 == 0 && kTile <= 32 && kStages >= 2);
+  static_assert(kRowChunks % 2 == 0 && kDim <= 256 && kTile % 16 == 0 && kTile <= 32 &&
+                kStages >= 2);
+  static_assert(kTile % kStepRows == 0);
   static_assert(kStateStride % kStateChannels == 0);
   static_assert(conflicts_of_stores(kStateStride, kStateChannels) == 0);
   // moved() counts on it.
@@ -198,11 +214,7 @@ struct WarpTask {
 // Byte offset of chunk `chunk` of row `row` of a tile.
 template <class Shape>
 KVM_GPU uint32_t tile_offset(uint32_t row, uint32_t chunk) {
-  if constexpr (Shape::kRowChunks >= 8) {
-    return row * Shape::kRowBytes + ((chunk ^ (row % 8)) * 16);
-  } else {
-    return row * Shape::kRowBytes + ((chunk ^ (row / 2 % 4)) * 16);
-  }
+  return row * Shape::kRowBytes + ((chunk ^ (row / Shape::kLineRows % Shape::kGroupChunks)) * 16);
 }
 
 // From the address of (row, chunk) of a tile to that of (row + rows, chunk + chunks): constants,
@@ -210,11 +222,9 @@ KVM_GPU uint32_t tile_offset(uint32_t row, uint32_t chunk) {
 // the lowest three.
 template <class Shape>
 KVM_GPU SharedAddress moved(SharedAddress from, uint32_t rows, uint32_t chunks) {
-  if constexpr (Shape::kRowChunks >= 8) {
-    return (from ^ (((chunks ^ rows) & 7) * 16)) + rows * Shape::kRowBytes + (chunks & ~7u) * 16;
-  } else {
-    return (from ^ (((chunks ^ rows / 2) & 3) * 16)) + rows * Shape::kRowBytes;
-  }
+  constexpr uint32_t kInGroup = Shape::kGroupChunks - 1;
+  return (from ^ (((chunks ^ rows / Shape::kLineRows) & kInGroup) * 16)) + rows * Shape::kRowBytes +
+         (chunks & ~kInGroup) * 16;
 }
 
 // A row of queries for keys of bytes, of which load_matrix gives each lane four channels of a step:
@@ -345,29 +355,44 @@ KVM_GPU void WarpTask<Shape>::copy_tile(const DecodeParams& p, const PageClass& 
                                         const Place& place, SharedAddress to, uint32_t n_tokens,
                                         uint32_t ahead) {
   constexpr uint32_t kChunks = Shape::kRowChunks;
-  constexpr uint32_t kStepRows = 32 / kChunks;  // that a warp copies at once
   const uint8_t* page = page_of(p.pool, of, place.entry);
-  const uint32_t row = lane_id() / kChunks, chunk = lane_id() % kChunks;
-  const SharedAddress at = to + tile_offset<Shape>(row, chunk);
+  uint32_t row[Shape::kStepCopies], chunk[Shape::kStepCopies];
+  SharedAddress at[Shape::kStepCopies];
+#pragma unroll
+  for (uint32_t part = 0; part < Shape::kStepCopies; ++part) {
+    row[part] = (part * 32 + lane_id()) / kChunks;
+    chunk[part] = (part * 32 + lane_id()) % kChunks;
+    at[part] = to + tile_offset<Shape>(row[part], chunk[part]);
+  }
   if (place.inside) {
     // The tile is one stretch of the plane, of which each lane takes every 32nd chunk.
     const uint32_t first = place.row * kChunks + (lane_id() - lane_id() % Shape::kTile * kChunks);
     const uint8_t* k = page + static_cast<uint64_t>(first) * 16;
     const uint8_t* v = k + of.v_offset_bytes;
 #pragma unroll
-    for (uint32_t rows = 0; rows < Shape::kTile; rows += kStepRows) {
-      copy_async_16(moved<Shape>(at, rows, 0), k + rows * Shape::kRowBytes);
-      copy_async_16(moved<Shape>(at, rows, 0) + Shape::kPlaneBytes, v + rows * Shape::kRowBytes);
+    for (uint32_t rows = 0; rows < Shape::kTile; rows += Shape::kStepRows) {
+#pragma unroll
+      for (uint32_t part = 0; part < Shape::kStepCopies; ++part) {
+        const SharedAddress there = moved<Shape>(at[part], rows, 0);
+        const uint32_t offset = part * 512 + rows * Shape::kRowBytes;
+        copy_async_16(there, k + offset);
+        copy_async_16(there + Shape::kPlaneBytes, v + offset);
+      }
     }
   } else {
     const auto own =
         reinterpret_cast<uint64_t>(page + static_cast<uint64_t>(place.row) * Shape::kRowBytes);
 #pragma unroll
-    for (uint32_t rows = 0; rows < Shape::kTile; rows += kStepRows) {
-      const bool valid = rows + row < n_tokens;
-      const auto* k = reinterpret_cast<const uint8_t*>(shuffle(own, rows + row)) + chunk * 16;
-      copy_async_16(moved<Shape>(at, rows, 0), k, valid);
-      copy_async_16(moved<Shape>(at, rows, 0) + Shape::kPlaneBytes, k + of.v_offset_bytes, valid);
+    for (uint32_t rows = 0; rows < Shape::kTile; rows += Shape::kStepRows) {
+#pragma unroll
+      for (uint32_t part = 0; part < Shape::kStepCopies; ++part) {
+        const SharedAddress there = moved<Shape>(at[part], rows, 0);
+        const bool valid = rows + row[part] < n_tokens;
+        const auto* k =
+            reinterpret_cast<const uint8_t*>(shuffle(own, rows + row[part])) + chunk[part] * 16;
+        copy_async_16(there, k, valid);
+        copy_async_16(there + Shape::kPlaneBytes, k + of.v_offset_bytes, valid);
+      }
     }
   }
   if constexpr (Shape::kScaled) {

@@ -9,8 +9,13 @@
 namespace kvm::attention::gpu {
 namespace {
 
+// Two blocks run on an SM. Told so, the compiler has registers enough for shapes of which, left
+// alone, it would make four, and spill. Others stay as it makes them: 0 says nothing.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads)
+inline constexpr int kLeastBlocks = Shape::kDim == 96 ? 2 : 0;
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, kLeastBlocks<Shape>)
     decode_kernel(const __grid_constant__ DecodeParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   decode_thread<Sm80Shape<Shape>>(params);
@@ -89,7 +94,7 @@ cudaError_t attend_init() {
   cudaError_t error = current_major(&major);
   const auto note = [&error](cudaError_t result) { error = error == cudaSuccess ? result : error; };
   for (const codecs::Codec& codec : codecs::kCodecs) {
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
       for (const uint32_t rows : {16u, 32u}) {
         visit_shape(codec.id, dim, rows, [&]<class Shape>(Shape) {
           note(load(decode_kernel<Shape>, shared_bytes_on<Shape>(major)));
@@ -98,9 +103,9 @@ cudaError_t attend_init() {
     }
     visit_element(codec.id, [&]<class Tag>(Tag) { note(load(append_kernel<Tag::kElement>)); });
   }
-  note(load(merge_kernel<64>));
-  note(load(merge_kernel<128>));
-  note(load(merge_kernel<256>));
+  for (const uint32_t dim : kHeadDims) {
+    visit_head_dim(dim, [&]<class Tag>(Tag) { note(load(merge_kernel<Tag::kDim>)); });
+  }
   note(load(scatter_kernel));
   note(load(move_kernel));
   return error;
@@ -151,20 +156,10 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
   if (blocks == 0) {
     return cudaSuccess;
   }
-  switch (dim) {
-    case 64:
-      merge_kernel<64><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
-      break;
-    case 128:
-      merge_kernel<128><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
-      break;
-    case 256:
-      merge_kernel<256><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  const bool known = visit_head_dim(dim, [&]<class Tag>(Tag) {
+    merge_kernel<Tag::kDim><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
+  });
+  return known ? cudaGetLastError() : cudaErrorInvalidValue;
 }
 
 cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,

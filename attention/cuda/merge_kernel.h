@@ -52,7 +52,6 @@ template <uint32_t kDim>
 KVM_GPU void merge_row(const MergeParams& p, const Merge& merge, uint32_t row) {
   constexpr uint32_t kColumns = kDim / 4;
   constexpr uint32_t kGroups = kMergeThreads / kColumns;
-  static_assert(kMergeThreads % kColumns == 0);
   const SharedAddress shared = shared_start();
 
   const RowPlace at =
@@ -88,8 +87,12 @@ KVM_GPU void merge_row(const MergeParams& p, const Merge& merge, uint32_t row) {
 
   const uint32_t channel = thread_id() % kColumns * 4;
   Float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
+  uint32_t first = thread_id() / kColumns;
+  if constexpr (kMergeThreads % kColumns != 0) {
+    first = first < kGroups ? first : merge.n_slots;  // of no group
+  }
 #pragma unroll 4
-  for (uint32_t slot = thread_id() / kColumns; slot < merge.n_slots; slot += kGroups) {
+  for (uint32_t slot = first; slot < merge.n_slots; slot += kGroups) {
     const uint64_t slot_row = static_cast<uint64_t>(merge.slot_first + slot) * p.block_rows + row;
     const Float4 part = load_global<Float4>(p.partial_o + slot_row * kDim + channel);
     const float weight = load_shared<float>(shared + slot * 4);

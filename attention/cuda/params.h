@@ -183,6 +183,17 @@ constexpr bool is_on_devices(CodecId id) {
   return codec.has_kernels() && codec.elem != vec::kElemF32;
 }
 
+// Channels of heads that there are kernels for; in rows of bytes not all of them.
+inline constexpr uint32_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
+
+// Says whether there are kernels for heads of so many channels in pages of the codec, which has
+// some.
+constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
+  const bool of_bytes = vec::elem_bytes(codecs::codec_of(codec).elem) == 1;
+  return dim == 64 || dim == 128 || dim == 256 ||
+         (!of_bytes && (dim == 80 || dim == 96 || dim == 192));
+}
+
 // A DecodeKernel names one kernel: codec of K and V; channels; rows of a block (block_rows_for).
 struct DecodeKernel {
   CodecId codec = CodecId::kBf16;

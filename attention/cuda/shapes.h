@@ -2,7 +2,7 @@
 // The kernels that are compiled: one list for the library, the emulator's suite and the checks.
 //
 // Every shape takes at most 99 KiB of shared memory, so that two blocks fit into an SM of sm_90
-// (227 KiB) and one into that of sm_120 (99 KiB); 64 KiB of each are copies under way.
+// (227 KiB) and one into that of sm_120 (99 KiB); 60 to 72 KiB of each are copies under way.
 #ifndef KVM_ATTENTION_CUDA_SHAPES_H_
 #define KVM_ATTENTION_CUDA_SHAPES_H_
 
@@ -24,8 +24,20 @@ template <Element kElement, uint32_t kRowTiles>
 struct ShapeOf<kElement, 128, kRowTiles, false> {
   using Type = DecodeShape<kElement, 128, 16, 3, 4, kRowTiles>;
 };
-// 32 rows of 256 channels have no room in the registers: two blocks of rows, the second of which
-// finds K and V in the cache.
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 80, kRowTiles, false> {
+  using Type = DecodeShape<kElement, 80, 16, 4, 4, kRowTiles>;
+};
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 96, kRowTiles, false> {
+  using Type = DecodeShape<kElement, 96, 16, 4, 4, kRowTiles>;
+};
+// 32 rows of more than 128 channels have no room in the registers: two blocks of rows, the second
+// of which finds K and V in the cache.
+template <Element kElement>
+struct ShapeOf<kElement, 192, 1, false> {
+  using Type = DecodeShape<kElement, 192, 16, 4, 2, 1>;
+};
 template <Element kElement>
 struct ShapeOf<kElement, 256, 1, false> {
   using Type = DecodeShape<kElement, 256, 16, 3, 2, 1>;
@@ -54,9 +66,49 @@ using Sm80Shape = DecodeShape<Shape::kElement, Shape::kDim, Shape::kTile,
                               kHalfOfSm80 / (Shape::kWarps * Shape::kStageBytes), Shape::kWarps,
                               Shape::kRowTiles>;
 
+template <uint32_t kDimValue>
+struct DimTag {
+  static constexpr uint32_t kDim = kDimValue;
+};
+
+// Calls visit(DimTag{}) for heads of so many channels; false where no kernel reads them.
+template <class Visit>
+bool visit_head_dim(uint32_t dim, Visit visit) {
+  const auto visit_if = [&]<uint32_t kDim>(DimTag<kDim> tag) {
+    if (dim == kDim) {
+      visit(tag);
+    }
+    return dim == kDim;
+  };
+  return visit_if(DimTag<64>{}) || visit_if(DimTag<80>{}) || visit_if(DimTag<96>{}) ||
+         visit_if(DimTag<128>{}) || visit_if(DimTag<192>{}) || visit_if(DimTag<256>{});
+}
+
 template <Element kElement, class Visit>
 bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
-  switch (dim * 4 + block_rows / 16) {
+  const uint32_t shape = dim * 4 + block_rows / 16;
+  if constexpr (!kIsScaled<kElement>) {
+    switch (shape) {
+      case 80 * 4 + 1:
+        visit(typename ShapeOf<kElement, 80, 1>::Type{});
+        return true;
+      case 80 * 4 + 2:
+        visit(typename ShapeOf<kElement, 80, 2>::Type{});
+        return true;
+      case 96 * 4 + 1:
+        visit(typename ShapeOf<kElement, 96, 1>::Type{});
+        return true;
+      case 96 * 4 + 2:
+        visit(typename ShapeOf<kElement, 96, 2>::Type{});
+        return true;
+      case 192 * 4 + 1:
+        visit(typename ShapeOf<kElement, 192, 1>::Type{});
+        return true;
+      default:
+        break;
+    }
+  }
+  switch (shape) {
     case 64 * 4 + 1:
       visit(typename ShapeOf<kElement, 64, 1>::Type{});
       return true;

@@ -80,7 +80,7 @@ int run_kernels(const Args& args) {
   (void)args;
   using attention::gpu::DecodeKernel;
   for (const codecs::Codec& codec : codecs::kCodecs) {
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : attention::gpu::kHeadDims) {
       for (const uint32_t rows : {16u, 32u}) {
         attention::gpu::Residency shape, of_sm_80;
         const DecodeKernel kernel{codec.id, dim, rows};

@@ -69,7 +69,7 @@ class Bench {
       }
     }
     for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
-      for (const uint32_t dim : {64u, 128u, 256u}) {
+      for (const uint32_t dim : attention::gpu::kHeadDims) {
         for (const uint32_t group : {2u, 16u}) {
           WorkloadSpec spec;
           spec.lengths.assign(8, 32768);

@@ -101,7 +101,7 @@ std::vector<CaseSpec> all_cases() {
   };
   // Every shape, lengths around the edges of tiles, pages and stages.
   for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
       add({.codec = codec, .dim = dim, .group = 4, .lengths = {1, 16, 17, 63, 64, 65}});
       add({.name = "split",
            .codec = codec,
@@ -142,6 +142,16 @@ std::vector<CaseSpec> all_cases() {
          .group = 4,
          .page_tokens = page,
          .lengths = {page * 2, 177, 300}});
+  }
+  for (const uint32_t dim : {80u, 96u, 192u}) {
+    for (const uint32_t page : {1u, 24u, 100u, 1000u}) {
+      add({.codec = page == 24 ? CodecId::kF16 : CodecId::kBf16,
+           .dim = dim,
+           .group = 4,
+           .page_tokens = page,
+           .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 3, .window = 90}},
+           .lengths = {page * 2, 177, 300}});
+    }
   }
   // Tiles across the edges of pages, within one, and with both runs of a request in one page.
   add({.name = "runs in a page",
@@ -210,7 +220,7 @@ std::vector<CaseSpec> all_cases() {
   // Trees: every shape, with lengths that put the tree across tiles, pages and pieces; a sequence
   // that is all tree; the widest one.
   for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
       add({.name = "tree",
            .codec = codec,
            .dim = dim,
@@ -250,7 +260,7 @@ std::vector<CaseSpec> all_cases() {
        .tree = true});
   // Soft caps: every shape; logits far beyond the cap, and far below.
   for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
       for (const uint32_t group : {4u, 8u}) {
         add({.name = "capped",
              .codec = codec,
@@ -266,13 +276,16 @@ std::vector<CaseSpec> all_cases() {
   // Sinks: every shape, whole and in pieces; rows that see nothing else; beside everything else
   // that changes a sum.
   for (const CodecId codec : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
+      if (!is_head_dim_on_devices(codec, dim)) {
+        continue;
+      }
       add({.name = "sinks",
            .codec = codec,
            .dim = dim,
            .group = 8,
-           .n_query = dim == 256 ? 1u : 4u,
-           .lengths = {dim == 256 ? 0u : 4u, 70, 330},
+           .n_query = dim > 128 ? 1u : 4u,
+           .lengths = {dim > 128 ? 0u : 4u, 70, 330},
            .blocks = 3,
            .sinks = true});
     }
@@ -960,6 +973,9 @@ std::vector<AppendSpec> all_appends() {
       specs.push_back({from, to, 64, 16});
     }
   }
+  specs.push_back({Dtype::kF32, CodecId::kF16, 80, 3});
+  specs.push_back({Dtype::kBf16, CodecId::kBf16, 96, 64});
+  specs.push_back({Dtype::kF16, CodecId::kBf16, 192, 16});
   for (const CodecId to : {CodecId::kI8, CodecId::kF8}) {
     specs.push_back({Dtype::kF32, to, 128, 3});
     specs.push_back({Dtype::kBf16, to, 256, 64});

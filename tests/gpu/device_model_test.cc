@@ -552,6 +552,11 @@ TEST(DeviceModelTest, RandomOperationsGiveWhatTheEngineForCpusGives) {
     constexpr uint32_t kCodecs[] = {KVM_CODEC_F16, KVM_CODEC_I8, KVM_CODEC_BF16, KVM_CODEC_F8E4M3};
     World world;
     world.geometry.codec = kCodecs[(seed + seed / 4) % 4];
+    constexpr uint32_t kDims[] = {80, 64, 96, 192};
+    if (world.geometry.codec == KVM_CODEC_F16 || world.geometry.codec == KVM_CODEC_BF16) {
+      world.geometry.dim = kDims[seed / 2 % 4];
+      world.pool_bytes = world.pool_bytes * world.geometry.dim / 64;
+    }
     Twins twins(seed, world);
     // The emulator takes longer.
     twins.run((nightly ? 600u : 120u) / (seed % 4 == 0 ? 6 : 1));

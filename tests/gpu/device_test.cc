@@ -238,6 +238,12 @@ TEST_P(DeviceShapes, PrefillsAndDecodes) {
 INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
                          ::testing::Values(Shape{"bf16_d64", KVM_CODEC_BF16, 64, 4, 2, 2},
                                            Shape{"fp16_d128_group8", KVM_CODEC_F16, 128, 8, 1, 4},
+                                           Shape{"bf16_d80_group5", KVM_CODEC_BF16, 80, 10, 2, 4},
+                                           Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 1},
+                                           Shape{"bf16_d96_group8", KVM_CODEC_BF16, 96, 8, 1, 4},
+                                           Shape{"fp16_d96", KVM_CODEC_F16, 96, 3, 3, 2},
+                                           Shape{"bf16_d192_group8", KVM_CODEC_BF16, 192, 8, 1, 4},
+                                           Shape{"fp16_d192", KVM_CODEC_F16, 192, 6, 2, 1},
                                            Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
                                            Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
                                            Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
@@ -469,6 +475,81 @@ TEST(DeviceTest, LogWeightsAreAdded) {
 }
 
 // --- Forks, graphs, reproducibility -------------------------------------------------------------
+
+TEST(DeviceTest, RangesBehindEverythingMoveNothing) {
+  Rig rig({}, Geometry{});
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 200, 1));
+  Seq a = make(&rig, 1);
+  Step first(&rig, batch, {{&a, 150, 1}}, 1);
+  first.run();
+  for (const uint64_t begin : {uint64_t{150}, uint64_t{200}, UINT64_MAX - 10}) {
+    ASSERT_EQ(kvm_cuda_spill_range(rig.client(), a.id, begin, UINT64_MAX, rig.stream()), KVM_OK);
+    kvm_cuda_seq_info info{};
+    info.struct_size = sizeof info;
+    ASSERT_EQ(kvm_cuda_get_seq_info(rig.client(), a.id, &info), KVM_OK);
+    EXPECT_EQ(info.n_pages, 3u) << begin;
+    EXPECT_EQ(info.state, static_cast<uint32_t>(KVM_CUDA_SEQ_HERE)) << begin;
+  }
+  Step second(&rig, batch, {{&a, 1, 1}}, 2);
+  second.run();
+  rig.driver().settle();
+  second.check("after nothing has moved");
+}
+
+// As many kinds of pages as a device has at once, in turns.
+TEST(DeviceTest, SlabsOfDroppedSpacesCanBeHadAgain) {
+  Rig rig({}, Geometry{});
+  for (uint32_t n = 3; n < 140; ++n) {
+    const std::string name = "s" + std::to_string(n);
+    kvm_space_params space{};
+    space.struct_size = sizeof space;
+    space.name = name.c_str();
+    space.n_layers = n;
+    space.n_q_heads = space.n_kv_heads = 1;
+    space.head_dim_k = 64;
+    space.codec = KVM_CODEC_BF16;
+    kvm_space_id id = 0;
+    ASSERT_EQ(kvm_space_register(rig.client(), &space, &id), KVM_OK) << n << kvm_last_error();
+    // Every second one has had pages; some of them stay for ever.
+    if (n % 2 == 0) {
+      kvm_cuda_batch_params params = rig.batch_params(1, 64, 1);
+      params.space = id;
+      kvm_cuda_batch* batch = nullptr;
+      ASSERT_EQ(kvm_cuda_batch_create(rig.client(), &params, &batch), KVM_OK) << kvm_last_error();
+      kvm_cuda_item item{};
+      ASSERT_EQ(kvm_seq_create(rig.client(), id, nullptr, &item.seq), KVM_OK);
+      item.n_append = 10;
+      ASSERT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_OK) << kvm_last_error();
+      ASSERT_EQ(kvm_seq_free(rig.client(), item.seq), KVM_OK);
+      kvm_cuda_batch_destroy(batch);
+    }
+    if (n % 40 != 0) {
+      ASSERT_EQ(kvm_space_drop(rig.client(), id), KVM_OK);
+    }
+  }
+}
+
+TEST(DeviceTest, BusyDoesNotWaitForASpill) {
+  FakeOptions options;
+  options.moves_in_a_thread = false;
+  options.emulate = false;
+  Rig rig(options, Geometry{}, 256 << 20, 64 << 20);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 30000, 1, 30000));
+  kvm_cuda_item item{};
+  item.seq = rig.create();
+  item.n_append = 30000;
+  ASSERT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_OK);
+  rig.driver().settle();
+  ASSERT_EQ(kvm_cuda_spill(rig.client(), item.seq, rig.stream()), KVM_OK);
+  const uint64_t n_waits = rig.driver().counts(Operation::kSynchronize);
+  item.n_append = 0;
+  EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_BUSY);
+  EXPECT_EQ(kvm_seq_truncate(rig.client(), item.seq, 5), KVM_ERR_BUSY);
+  kvm_seq_id child = 0;
+  EXPECT_EQ(kvm_seq_fork(rig.client(), item.seq, 5, &child), KVM_ERR_BUSY);
+  EXPECT_EQ(rig.driver().counts(Operation::kSynchronize), n_waits);
+  EXPECT_EQ(kvm_seq_free(rig.client(), item.seq), KVM_OK);
+}
 
 // Entries of page tables go to the device once, and more of them than a message holds in several.
 TEST(DeviceTest, PageTablesAreSentOnce) {
@@ -990,8 +1071,10 @@ TEST(DeviceTest, PagesOfARangeLeaveAndComeBack) {
     item.seq = a.id;
     item.n_query = 1;
     EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_BUSY);
-    info = whereabouts(rig, a);
-    EXPECT_EQ(info.state, static_cast<uint32_t>(KVM_CUDA_SEQ_AWAY));
+    if (!in_a_thread) {
+      // Nobody waits to hear that it leaves.
+      EXPECT_EQ(whereabouts(rig, a).state, static_cast<uint32_t>(KVM_CUDA_SEQ_LEAVING));
+    }
     // To the end: the last page has 44 tokens. What is away stays so.
     ASSERT_EQ(kvm_cuda_spill_range(rig.client(), a.id, 128, KVM_POSITION_END, rig.stream()),
               KVM_OK);
@@ -1087,8 +1170,7 @@ TEST(DeviceTest, MovesThatFailAreTakenBackAndSaid) {
   ASSERT_EQ(kvm_cuda_spill(rig.client(), a.id, rig.stream()), KVM_OK);
   ASSERT_EQ(kvm_cuda_spill(rig.client(), b.id, rig.stream()), KVM_OK);
   fail_copies();
-  kvm_seq_id child = 0;
-  EXPECT_EQ(kvm_seq_fork(rig.client(), a.id, 10, &child), KVM_ERR_DEVICE);
+  EXPECT_EQ(kvm_cuda_fetch(rig.client(), a.id, rig.stream()), KVM_ERR_DEVICE);
   EXPECT_EQ(stats_of(rig).n_spilled, 0u);
   EXPECT_EQ(stats_of(rig).spilled_bytes, 0u);
   EXPECT_EQ(whereabouts(rig, b).failure, static_cast<uint32_t>(KVM_ERR_DEVICE));
@@ -1233,7 +1315,15 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
     return status;
   };
   EXPECT_EQ(refused([](auto* s) { s->codec = KVM_CODEC_F32; }), KVM_ERR_UNSUPPORTED);
-  EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 80; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 112; }), KVM_ERR_UNSUPPORTED);
+  for (const uint32_t dim : {80u, 96u, 192u}) {
+    for (const uint32_t bytes : {KVM_CODEC_I8, KVM_CODEC_F8E4M3}) {
+      EXPECT_EQ(refused([=](auto* s) { s->head_dim_k = dim, s->codec = bytes; }),
+                KVM_ERR_UNSUPPORTED);
+      EXPECT_NE(std::string(kvm_last_error()).find("in pages of fp16 or bf16, 80, 96 or 192"),
+                std::string::npos);
+    }
+  }
   EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
   kvm_index_params index{};
   index.kind = KVM_INDEX_SKETCH;

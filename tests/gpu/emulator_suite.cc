@@ -110,9 +110,7 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
   if (!plan.merges.empty()) {
     const auto blocks = static_cast<uint32_t>(plan.merges.size()) * plan.max_rows;
     launch("merge", blocks, kMergeThreads, kMergeSharedBytes, memory, [&] {
-      spec.dim == 64    ? merge_thread<64>(merge)
-      : spec.dim == 128 ? merge_thread<128>(merge)
-                        : merge_thread<256>(merge);
+      visit_head_dim(spec.dim, [&merge]<class Tag>(Tag) { merge_thread<Tag::kDim>(merge); });
     });
   }
   const Case::Errors errors = one.errors();
@@ -178,9 +176,7 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty, bool sinks) 
       bytes(sink_logits), {reinterpret_cast<uint8_t*>(&n_merges), sizeof n_merges}};
   // Fewer blocks than rows.
   launch("merge", kRows / 2 + 1, kMergeThreads, kMergeSharedBytes, memory, [&] {
-    dim == 64    ? merge_thread<64>(params)
-    : dim == 128 ? merge_thread<128>(params)
-                 : merge_thread<256>(params);
+    visit_head_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
   });
   bool right = true;
   for (uint32_t row = 0; row < kRows; ++row) {
@@ -291,7 +287,7 @@ int run(bool quiet, bool first, uint64_t seed) {
   suite.decode_with<DecodeShape<Element::kBf16, 128, 16, 4, 8, 1>>(other, "4 stages, 8 warps");
   // What sm_80 has instead of the shipped shapes.
   for (const codecs::Codec& codec : codecs::kCodecs) {
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
       for (const uint32_t n_query : {1u, 7u}) {
         CaseSpec spec{
             .codec = codec.id, .dim = dim, .n_query = n_query, .lengths = {500, 33}, .blocks = 3};
@@ -303,7 +299,7 @@ int run(bool quiet, bool first, uint64_t seed) {
       }
     }
   }
-  for (const uint32_t dim : {64u, 128u, 256u}) {
+  for (const uint32_t dim : kHeadDims) {
     suite.merge(dim, 2, 0);
     suite.merge(dim, 37, 5);
     suite.merge(dim, kMaxMergeSlots, 100);

@@ -529,9 +529,7 @@ Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
       return;
     }
     run_kernel("merge", n_merges * params.rows, kMergeThreads, kMergeSharedBytes, [&params, dim] {
-      dim == 64    ? merge_thread<64>(params)
-      : dim == 128 ? merge_thread<128>(params)
-                   : merge_thread<256>(params);
+      visit_head_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
     });
   });
   return Status::ok();
