@@ -74,7 +74,7 @@ Status Batch::init() {
                                            " entries; allowed are " + number(UINT32_MAX));
   }
   KVM_TRY(make_kinds());
-  lay_out();
+  KVM_TRY(lay_out());
   return allocate();
 }
 
@@ -178,7 +178,7 @@ Status Batch::size_kind(Kind* kind) const {
   return Status::ok();
 }
 
-void Batch::lay_out() {
+Status Batch::lay_out() {
   uint64_t at = 0;
   const auto take = [&at](uint64_t size_bytes) {
     const uint64_t begin = at;
@@ -186,11 +186,11 @@ void Batch::lay_out() {
     return begin;
   };
   max_runs_ = kEntryRunsAtOnce;
-  max_words_ = kEntriesAtOnce;
+  uint64_t max_words = kEntriesAtOnce;
   // What an update may change all of.
   const auto take_changing = [&](uint64_t size_bytes) {
     max_runs_ += Message::runs_for(size_bytes);
-    max_words_ += Message::words_for(size_bytes);
+    max_words += Message::words_for(size_bytes);
     return take(size_bytes);
   };
   for (Kind& kind : kinds_) {
@@ -207,6 +207,12 @@ void Batch::lay_out() {
         layer.sink_logits.empty() ? 0 : take_changing(layer.sink_logits.size() * sizeof(float)));
   }
   tree_at_ = take_changing(uint64_t{options_.max_query_rows} * sizeof(uint64_t));
+  if (max_words > INT32_MAX) {
+    return Status(KVM_ERR_UNSUPPORTED, "an update of the batch may change " +
+                                           number(max_words * 4) + " bytes; allowed are " +
+                                           number(uint64_t{INT32_MAX} * 4));
+  }
+  max_words_ = static_cast<uint32_t>(max_words);
   slot_bytes_ = round_up(Message::bytes_for(max_runs_, max_words_), 4096);
   message_at_ = take(slot_bytes_);
   uint64_t slots = 0;
@@ -219,6 +225,7 @@ void Batch::lay_out() {
   table_at_ =
       take(space_->lists.size() * uint64_t{options_.max_items} * max_pages_ * sizeof(uint32_t));
   device_bytes_ = at;
+  return Status::ok();
 }
 
 Status Batch::allocate() {

@@ -147,7 +147,7 @@ class Batch {
   Status init();
   Status make_kinds();
   Status size_kind(Kind* kind) const;
-  void lay_out();
+  Status lay_out();
   Status allocate();
   bool per_row(const Kind& kind) const;
   uint32_t max_merge_rows(const Kind& kind) const;

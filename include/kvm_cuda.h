@@ -34,6 +34,8 @@
  *    been enqueued: an update that finds no other page waits until then.
  *  - Everything that the device has read or written by the time of kvm_client_close must have been
  *    waited for by the caller (cudaStreamSynchronize); it waits for its own copies.
+ *  - While a stream of the device is being captured, call kvm_cuda_append and kvm_cuda_attend only:
+ *    others may wait for the device, which CUDA does not allow then.
  *
  * What a captured graph may assume
  *
@@ -64,7 +66,10 @@
  *  - A prompt may be appended in one update, but one queries at most 64 tokens of a sequence: an
  *    engine computes a prompt's attention itself, or in chunks of 64.
  *  - A page holds 64 tokens of all layers whose heads keep the same, a part for each layer one
- *    behind the other: kvm_seq_info.n_pages and the statistics count such pages.
+ *    behind the other: kvm_seq_info.n_pages and the statistics count such pages. A device has at
+ *    most 64 kinds of them (numbers of heads, channels and layers, codecs) in use at once:
+ *    kvm_space_register fails with LIMIT beyond, with NO_SPACE where the pool has no room for one
+ *    page, with UNSUPPORTED where a page would have 4 GiB.
  *  - kvm_seq_fork takes longer for longer sequences: 4 bytes and a count on the host for each page.
  *    It takes no memory of the device.
  *
@@ -132,9 +137,11 @@ typedef struct kvm_cuda_batch_params {
 } kvm_cuda_batch_params;
 
 /* Makes a batch: page tables, the plan of a step and partial results, all in device memory of its
- * own, beside pool_bytes. Page tables are max_items * max_tokens / 16 bytes (8 MiB for 1024 items
- * and 131072 tokens), once for all layers whose heads keep the same: layers of several head
- * classes, or that keep other tokens or numbers of heads, have further ones.
+ * own, beside pool_bytes, and four page-locked buffers on the host, each for all that an update may
+ * change (its plan, rows to append, trees: with many items, heads and rows tens of MiB). Page
+ * tables are max_items * max_tokens / 16 bytes (8 MiB for 1024 items and 131072 tokens), once for
+ * all layers whose heads keep the same: layers of several head classes, or that keep other tokens
+ * or numbers of heads, have further ones.
  * Release it before the client.
  * Fails:   INVALID, NOT_FOUND, STALE, LOST (the space), UNSUPPORTED (more pieces of work, rows or
  *          page-table entries than a launch can have), NO_SPACE (on the device), NO_MEMORY, DEVICE.
@@ -168,11 +175,14 @@ typedef struct kvm_cuda_item {
  * that store something have been enqueued too, the new tokens hold anything.
  * All or nothing: after a failure every sequence is as before and the batch as after its last
  * update; after DEVICE the batch must be updated again before it is used.
- * Waits for the device only where the caller is four updates ahead of it, where a page is to be
- * taken from a slab of other dimensions, where the only free pages are those of a spill that has
- * not come to them, and where a sequence is still being fetched (kvm_cuda_get_seq_info says whether
- * it is). One that changes more than 16384 entries of page tables (there is one for each page; a
+ * Waits for the device only where the caller is four updates ahead of it, where memory is to be
+ * taken from pages of another kind (with other numbers of heads, channels or layers, or another
+ * codec), where the only free pages are those of a spill that has not come to them, where a
+ * sequence is still being fetched (kvm_cuda_get_seq_info says whether it is), and after a failure.
+ * One that changes more than some 16384 entries of page tables (there is one for each page; a
  * sequence that is new to its place has them all written) counts as several.
+ * A fork that is made before the appends of a step have been enqueued has what they append only
+ * where it ends in front of it.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
  *          query tokens than the sequence has, bits of a tree beyond n_query), NO_SPACE (of the
  *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),
@@ -239,11 +249,15 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  *    block_table is what kvm_cuda_batch_get_indices gives for an item.
  *
  * These kernels know no scale for each row: I8 and F8E4M3 pages need kernels that do. Addresses
- * stay for the life of the client. Layers whose classes keep the same tokens with as many heads
+ * stay as long as the batch. Layers whose classes keep the same tokens with as many heads
  * share pages: they differ in addresses only, and one list of indices is good for all of them.
  *
  * The engine's kernels may read pages behind the append of the layer on the timeline, and write the
- * rows that an update has appended instead of kvm_cuda_append. All other rows may be shared. */
+ * rows that an update has appended instead of kvm_cuda_append. All other rows may be shared.
+ *
+ * Heads with sinks and a window keep what the update's query rows (n_query, at most 64) and later
+ * ones see, and with `slack` that many tokens more. A kernel that computes the attention of a whole
+ * suffix needs a slack of the suffix's length, or finds what its first rows should see dropped. */
 typedef struct kvm_cuda_pages {
   uint32_t struct_size;
   uint32_t codec;          /* KVM_CODEC_*: of K and V */
@@ -272,15 +286,16 @@ typedef struct kvm_cuda_pages {
 
 enum { KVM_CUDA_INDEX_MASK = (1 << 22) - 1 };
 
-/* Fails: INVALID (the layer stores nothing, no such class). Threads: as kvm_cuda_append. */
+/* Of an ALIAS: its target's pages.
+ * Fails: INVALID (the layer is ABSENT, no such class). Threads: as kvm_cuda_append. */
 KVM_API kvm_status kvm_cuda_batch_get_pages(kvm_cuda_batch *batch, uint32_t layer,
                                             uint32_t head_class, kvm_cuda_pages *out);
 
 /* The pages of an item of the last update, in the order of their tokens, into host memory: plain
  * indices, as block tables have them; -1 for pages that a policy has dropped. *n_tokens: those of
- * the sequence; there are (n_tokens + 63) / 64 indices, none for a place that was left empty.
- * Fails: INVALID (no such item or class, more than `capacity` indices; no update yet, or a sequence
- * of the batch has changed since). Threads: as kvm_cuda_append. */
+ * the sequence; there are (n_tokens + 63) / 64 indices, none for a place that is empty.
+ * Fails: INVALID (not below max_items, no such class, more than `capacity` indices; no update yet,
+ * or a sequence of the batch has changed since). Threads: as kvm_cuda_append. */
 KVM_API kvm_status kvm_cuda_batch_get_indices(kvm_cuda_batch *batch, uint32_t layer,
                                               uint32_t head_class, uint32_t item,
                                               int32_t *indices, uint64_t capacity,
@@ -314,7 +329,7 @@ KVM_API kvm_status kvm_cuda_spill(kvm_client *client, kvm_seq_id seq, kvm_cuda_s
  * beside the steps of others. Pages that a spill has been asked to free are taken at once.
  * Fails:   NO_SPACE (of the pool; the sequence stays on the host), UNSUPPORTED (the stream is being
  *          captured), NOT_FOUND, STALE, LOST, DEVICE.
- * Waits:   as kvm_cuda_spill; and where pages are to be taken from a slab of other dimensions.
+ * Waits:   as kvm_cuda_spill; and where memory is to be taken from pages of another kind.
  * Threads: any. */
 KVM_API kvm_status kvm_cuda_fetch(kvm_client *client, kvm_seq_id seq, kvm_cuda_stream stream);
 
@@ -349,7 +364,7 @@ typedef struct kvm_cuda_seq_info {
   uint64_t reserved[3];
 } kvm_cuda_seq_info;
 
-/* Where a sequence is. Waits for nothing, and takes no failure back.
+/* Where a sequence is. Waits for no move, and takes no failure back.
  * Fails:   NOT_FOUND, STALE, LOST, UNSUPPORTED (not a client of kvm_cuda_open). Threads: any. */
 KVM_API kvm_status kvm_cuda_get_seq_info(kvm_client *client, kvm_seq_id seq,
                                          kvm_cuda_seq_info *out);
