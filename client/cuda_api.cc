@@ -286,17 +286,11 @@ kvm_status kvm_cuda_batch_get_indices(kvm_cuda_batch* batch, uint32_t layer, uin
 }
 
 kvm_status kvm_cuda_spill(kvm_client* client, kvm_seq_id seq, kvm_cuda_stream stream) {
-  return guarded([&]() -> Status {
-    KVM_TRY_ASSIGN(const auto device, device_client(client));
-    return device->spill(seq, 0, UINT64_MAX, stream);
-  });
+  return kvm_cuda_spill_range(client, seq, 0, UINT64_MAX, stream);
 }
 
 kvm_status kvm_cuda_fetch(kvm_client* client, kvm_seq_id seq, kvm_cuda_stream stream) {
-  return guarded([&]() -> Status {
-    KVM_TRY_ASSIGN(const auto device, device_client(client));
-    return device->fetch(seq, 0, UINT64_MAX, stream);
-  });
+  return kvm_cuda_fetch_range(client, seq, 0, UINT64_MAX, stream);
 }
 
 kvm_status kvm_cuda_spill_range(kvm_client* client, kvm_seq_id seq, uint64_t begin, uint64_t end,

@@ -429,7 +429,7 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items) {
     for (uint32_t c = 0; c < kind.classes.size(); ++c) {
       const ClassLayout& of = kind.classes[c];
       Request request;
-      request.table = (uint64_t{of.list} * options_.max_items + i) * max_pages_;
+      request.table = table_row(of.list, i);
       request.page_class = c;
       if (options_.log_weight_stride_item != 0 || options_.log_weight_stride_head != 0) {
         request.log_weights = static_cast<int64_t>(i * options_.log_weight_stride_item);
@@ -512,8 +512,7 @@ void Batch::add_tokens(Kind* kind, std::span<const BatchItem> items, Message* me
     for (uint32_t t = 0; t < item.n_append; ++t) {
       const uint64_t position = item.seq->n_tokens - item.n_append + t;
       for (uint32_t c = 0; c < kind->classes.size(); ++c) {
-        const uint64_t table =
-            (uint64_t{kind->classes[c].list} * options_.max_items + i) * max_pages_;
+        const uint64_t table = table_row(kind->classes[c].list, i);
         tokens[n++] = {static_cast<uint32_t>(table + position / kPageTokens),
                        static_cast<uint32_t>(position % kPageTokens), item.append_row + t, c};
       }
@@ -562,7 +561,7 @@ Status Batch::add_table(std::span<const BatchItem> items, Slot** slot, Message* 
     const bool is_known = places_[i].seq.get() == seq && seq->noted_by == this;
     for (uint32_t list = 0; list < seq->lists.size(); ++list) {
       const std::vector<tiers::PageRef>& pages = seq->lists[list].pages;
-      const uint64_t row = (uint64_t{list} * options_.max_items + i) * max_pages_;
+      const uint64_t row = table_row(list, i);
       for (uint64_t block = is_known ? seq->changed_from : 0; block < pages.size();) {
         if (pages[block] == tiers::kNoPage) {
           ++block;  // dropped: nothing refers to it

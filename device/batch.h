@@ -179,6 +179,10 @@ class Batch {
                                              const attention::gpu::AttendTensors& tensors) const;
   attention::gpu::MergeParams merge_params(const Kind& kind,
                                            const attention::gpu::AttendTensors& tensors) const;
+  // Where the entries of a list of an item begin in the page tables.
+  uint64_t table_row(uint32_t list, uint32_t item) const {
+    return (uint64_t{list} * options_.max_items + item) * max_pages_;
+  }
   const uint32_t* table() const { return reinterpret_cast<const uint32_t*>(device_ + table_at_); }
 
   DeviceStore* const store_;
