@@ -127,25 +127,19 @@ void Mover::finish_all() {
   }
 }
 
-Status Mover::wait(Stream stream, Lane lane, uint64_t ticket) {
+Status Mover::await_enqueued(Lane lane, uint64_t ticket) {
   finish_ticket(lane, ticket);
-  {
-    const std::lock_guard lock(queue_);
-    if (ticket > lanes_[lane].n_enqueued) {
-      return failure_;
-    }
-  }
+  const std::lock_guard lock(queue_);
+  return ticket > lanes_[lane].n_enqueued ? failure_ : Status::ok();
+}
+
+Status Mover::wait(Stream stream, Lane lane, uint64_t ticket) {
+  KVM_TRY(await_enqueued(lane, ticket));
   return wait_for(stream, lane, ticket);
 }
 
 Status Mover::drain(Lane lane, uint64_t ticket) {
-  finish_ticket(lane, ticket);
-  {
-    const std::lock_guard lock(queue_);
-    if (ticket > lanes_[lane].n_enqueued) {
-      return failure_;
-    }
-  }
+  KVM_TRY(await_enqueued(lane, ticket));
   return driver_->synchronize_device();
 }
 

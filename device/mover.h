@@ -149,6 +149,8 @@ class Mover {
   Status init();
   void run();
   void finish_ticket(Lane lane, uint64_t ticket);
+  // Likewise. Fails: with what the mover has failed with.
+  Status await_enqueued(Lane lane, uint64_t ticket);
   void forget_done(Lane lane);
   // These are for who holds running_.
   bool try_step(Lane lane, bool may_wait);
