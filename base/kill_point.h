@@ -17,7 +17,7 @@
 namespace kvm {
 
 // In the order in which a client's life passes them.
-inline constexpr std::array<std::string_view, 23> kKillPoints = {
+inline constexpr std::array<std::string_view, 37> kKillPoints = {
     "daemon/accepted",           // a connection, of which nothing is known yet
     "daemon/hello_read",         // before anything is made for the client
     "daemon/welcomed",           // the client may know it already
@@ -34,6 +34,22 @@ inline constexpr std::array<std::string_view, 23> kKillPoints = {
     "daemon/session_doomed",  // before the engine hears that a client is gone
     "daemon/session_let_go",  // before its memory goes to the reaper
     "daemon/stopping",        // asked to end, with clients connected
+    // In the life of device memory that kvmd owns for a client:
+    "device/admitted",   // before the reply
+    "device/opened",     // before the client is told
+    "device/call_read",  // and nothing is done
+    "device/noted",      // what became of the last step, and cuts and forks since
+    "device/growing",    // pages are taken, and the client has not got them
+    "device/mapped",     // memory is mapped here, and not in the client
+    "device/asked",      // all is done, and not said
+    "device/answered",
+    // And in the client:
+    "device_client/opened",    // it knows that kvmd can serve
+    "device_client/marked",    // a move's marker is enqueued, and kvmd not asked
+    "device_client/sent",      // a call, before its answer
+    "device_client/obeying",   // before it does what it is ordered
+    "device_client/obeyed",    // before it says so
+    "device_client/answered",  // before what it has to enqueue
     // In the life of an object of the disk tier:
     "disk/file_begun",        // under another name, and without room
     "disk/object_written",    // its chunks, and nothing is synced

@@ -28,6 +28,8 @@ class NullDriver final : public device::Driver {
   Result<uint8_t*> reserve(uint64_t size_bytes) override;
   void release(uint8_t* range, uint64_t size_bytes) override;
   Status map(uint8_t*, uint64_t) override { return Status::ok(); }
+  Result<ipc::Fd> map_shared(uint8_t*, uint64_t) override { return ipc::Fd(); }
+  Status map_from(uint8_t*, uint64_t, const ipc::Fd&) override { return Status::ok(); }
   void unmap(uint8_t*, uint64_t) override {}
   Result<uint8_t*> allocate(uint64_t size_bytes) override;
   void free(uint8_t*) override {}
@@ -41,9 +43,12 @@ class NullDriver final : public device::Driver {
   Status wait(device::Stream, device::Event) override { return event(); }
   Result<bool> is_done(device::Event) override { return true; }
   Status synchronize(device::Event) override { return event(); }
+  Status synchronize_stream(device::Stream) override { return event(); }
   Status synchronize_device() override { return event(); }
   Result<bool> is_capturing(device::Stream) override { return false; }
   Status copy(void*, const void*, uint64_t size_bytes, device::Stream) override;
+  Status write_word(uint64_t*, uint64_t, device::Stream) override { return event(); }
+  Status wait_word(const uint64_t*, uint64_t, device::Stream) override { return event(); }
   Result<uint32_t> decode_blocks(const attention::gpu::DecodeKernel&) override { return blocks_; }
   Status decode(const attention::gpu::DecodeKernel&, const attention::gpu::DecodeParams&, uint32_t,
                 device::Stream) override {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "client/checks.h"
+#include "client/connect_params.h"
 #include "client/embedded_device.h"
 #include "client/handles.h"
 #include "ipc/struct_size.h"
@@ -156,8 +157,11 @@ kvm_status kvm_cuda_open(const kvm_cuda_params* params, kvm_client** out) {
     KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_cuda_params"));
     KVM_TRY(check_flags(p.flags | p.reserved0, 0, "kvm_cuda_params"));
     KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_cuda_params"));
-    KVM_TRY_ASSIGN(auto client,
-                   kvm::client::open_device_client({p.device, p.pool_bytes, p.host_bytes}));
+    kvm::client::DeviceOptions options{p.device, p.pool_bytes, p.host_bytes, {}};
+    if (p.server != nullptr) {
+      KVM_TRY_ASSIGN(options.server, kvm::client::read_connect_params(p.server));
+    }
+    KVM_TRY_ASSIGN(auto client, kvm::client::open_device_client(options));
     auto handle = std::make_unique<kvm_client>();
     handle->token = kvm::client::process_token();
     handle->client = std::move(client);

@@ -13,7 +13,10 @@
 #include "base/splitmix.h"
 #include "base/stats_text.h"
 #include "client/limits.h"
+#include "client/thin_connection.h"
 #include "codecs/codec.h"
+#include "device/device_store.h"
+#include "device/remote_store.h"
 
 namespace kvm::client {
 
@@ -135,17 +138,51 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
   return layout;
 }
 
+namespace {
+
+// Locking memory of the host takes kvmd a second for every few GB.
+constexpr uint64_t kReadyNsPerByte = 4;
+constexpr uint64_t kMostBytes = uint64_t{1} << 50;
+
+Result<std::unique_ptr<device::SequenceStore>> open_remote_store(
+    const DeviceOptions& options, std::unique_ptr<device::Driver> driver) {
+  KVM_TRY_ASSIGN(std::shared_ptr<Connection> connection, Connection::open(*options.server));
+  DeviceMemoryAsked asked;
+  asked.ordinal = options.ordinal;
+  asked.pool_bytes = options.pool_bytes;
+  asked.host_bytes = options.host_bytes;
+  asked.store_version = device::wire::kStoreVersion;
+  asked.words_bytes = sizeof(device::wire::Words);
+  KVM_TRY_ASSIGN(DeviceMemoryGiven given, connection->open_device(asked));
+  device::RemoteStoreOptions remote;
+  remote.timeout_ns = options.server->timeout_ns;
+  remote.ready_within_ns = add_saturating(
+      options.server->timeout_ns, std::min(options.host_bytes, kMostBytes) * kReadyNsPerByte);
+  remote.held = std::move(connection);
+  KVM_TRY_ASSIGN(std::unique_ptr<device::RemoteStore> store,
+                 device::RemoteStore::open(std::move(driver), std::move(given.channel),
+                                           std::move(given.words), remote));
+  return std::unique_ptr<device::SequenceStore>(std::move(store));
+}
+
+}  // namespace
+
 Result<std::shared_ptr<Client>> open_device_client(const DeviceOptions& options) {
   KVM_TRY_ASSIGN(std::unique_ptr<device::Driver> driver, device::open_driver(options.ordinal));
   const uint64_t start_ns = now_ns();
   const auto tag = static_cast<uint32_t>(
       splitmix64(start_ns ^ static_cast<uint64_t>(::getpid())) % kEpochTags + 1);
   auto service = std::make_shared<DeviceService>(tag);
-  device::DeviceStoreOptions store;
-  store.pool_bytes =
-      options.pool_bytes != 0 ? options.pool_bytes : driver->facts().free_bytes / 5 * 4;
-  store.host_bytes = options.host_bytes;
-  KVM_TRY_ASSIGN(service->store, device::DeviceStore::open(std::move(driver), store));
+  service->driver = driver.get();
+  if (options.server.has_value()) {
+    KVM_TRY_ASSIGN(service->store, open_remote_store(options, std::move(driver)));
+  } else {
+    device::DeviceStoreOptions store;
+    store.pool_bytes =
+        options.pool_bytes != 0 ? options.pool_bytes : driver->facts().free_bytes / 5 * 4;
+    store.host_bytes = options.host_bytes;
+    KVM_TRY_ASSIGN(service->store, device::DeviceStore::open(std::move(driver), store));
+  }
   return std::shared_ptr<Client>(std::make_shared<DeviceClient>(std::move(service), start_ns));
 }
 
@@ -175,8 +212,10 @@ DeviceClient::DeviceClient(std::shared_ptr<DeviceService> service, uint64_t star
   info_.max_arenas = 0;
   info_.max_spaces = kMaxSpaces;
   info_.max_sequences = kMaxSequences;
-  info_.host_capacity_bytes = service_->store->host().n_chunks() * device::kChunkBytes;
-  info_.quota_bytes = service_->store->pool().capacity_bytes();
+  if (const auto figures = service_->store->figures(); figures.is_ok()) {
+    info_.host_capacity_bytes = figures.value().host_bytes;
+    info_.quota_bytes = figures.value().pool_bytes;
+  }
   ::strncpy(info_.isa, "cuda", sizeof(info_.isa) - 1);
   ::strncpy(info_.server_version, kvm_version_string(), sizeof(info_.server_version) - 1);
 }
@@ -197,7 +236,8 @@ bool DeviceClient::is_closed() const {
 
 Status DeviceClient::ping() {
   const std::lock_guard lock(service_->mutex);
-  return service_->check_open();
+  KVM_TRY(service_->check_open());
+  return service_->store->figures().status();
 }
 
 Result<std::unique_ptr<Queue>> DeviceClient::create_queue(uint32_t, uint64_t) {
@@ -301,7 +341,7 @@ Status DeviceClient::drop_space(kvm_space_id space) {
 
 // --- Sequences ----------------------------------------------------------------------------------
 
-kvm_seq_id DeviceClient::add_seq(std::shared_ptr<device::DeviceSequence> seq, kvm_space_id space) {
+kvm_seq_id DeviceClient::add_seq(device::SequencePtr seq, kvm_space_id space) {
   auto record = std::make_unique<DeviceService::SeqRecord>();
   record->seq = std::move(seq);
   record->space = space;
@@ -321,20 +361,23 @@ Result<kvm_seq_id> DeviceClient::create_seq(const SeqRequest& call) {
   return add_seq(service_->store->create(space->layout), call.space);
 }
 
-void DeviceClient::finish_moves(std::span<const kvm_seq_id> seqs, bool also_spills) {
-  std::vector<device::MovePtr> moves;
+void DeviceClient::finish_moves(std::span<const kvm_seq_id> ids, bool also_spills) {
+  device::SequenceStore::Wait wait;
   {
     const std::lock_guard lock(service_->mutex);
-    for (size_t i = 0; service_->store->has_moves() && i < seqs.size(); ++i) {
-      const Result<DeviceService::SeqRecord*> record = service_->seqs.find(seqs[i]);
-      const device::MovePtr move = record.is_ok() ? record.value()->seq->moving : nullptr;
-      if (move != nullptr && (also_spills || move->lane == device::kToDevice)) {
-        moves.push_back(move);
+    std::vector<device::DeviceSequence*> seqs;
+    for (const kvm_seq_id id : ids) {
+      const Result<DeviceService::SeqRecord*> record = service_->seqs.find(id);
+      if (record.is_ok()) {
+        seqs.push_back(record.value()->seq.get());
       }
     }
+    if (!service_->is_closed) {
+      wait = service_->store->moves_of(seqs, also_spills);
+    }
   }
-  for (const device::MovePtr& move : moves) {
-    service_->store->mover()->finish(*move);
+  if (wait != nullptr) {
+    wait();
   }
 }
 
@@ -357,8 +400,7 @@ Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
   const uint64_t n_tokens = call.n_tokens == KVM_POSITION_END ? seq->n_tokens : call.n_tokens;
   switch (call.verb) {
     case SeqVerb::kFork: {
-      KVM_TRY_ASSIGN(std::shared_ptr<device::DeviceSequence> child,
-                     service_->store->fork(*seq, n_tokens));
+      KVM_TRY_ASSIGN(device::SequencePtr child, service_->store->fork(*seq, n_tokens));
       return add_seq(std::move(child), record->space);
     }
     case SeqVerb::kTruncate:
@@ -390,8 +432,9 @@ Result<kvm_seq_id> DeviceClient::seq(const SeqRequest& call) {
   return kvm_seq_id{0};
 }
 
-kvm_seq_info DeviceClient::describe(uint64_t id, const DeviceService::SeqRecord& record) const {
-  const device::DeviceStore::Usage usage = service_->store->usage(*record.seq);
+Result<kvm_seq_info> DeviceClient::describe(uint64_t id,
+                                            const DeviceService::SeqRecord& record) const {
+  KVM_TRY_ASSIGN(const device::SequenceStore::Usage usage, service_->store->usage(*record.seq));
   kvm_seq_info info{};
   info.struct_size = sizeof info;
   info.seq = id;
@@ -401,7 +444,7 @@ kvm_seq_info DeviceClient::describe(uint64_t id, const DeviceService::SeqRecord&
   info.n_pages = usage.n_pages;
   info.bytes = usage.bytes;
   info.bytes_shared = usage.bytes_shared;
-  info.n_entries_dropped = service_->store->n_dropped(*record.seq);
+  info.n_entries_dropped = record.seq->n_dropped();
   return info;
 }
 
@@ -416,11 +459,15 @@ Result<std::vector<kvm_seq_info>> DeviceClient::list_seqs(kvm_space_id space, ui
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
   std::vector<kvm_seq_info> list;
+  Status status;
   service_->seqs.for_each([&](uint64_t id, const DeviceService::SeqRecord& record) {
-    if (space == 0 || record.space == space) {
-      list.push_back(describe(id, record));
+    if (status.is_ok() && (space == 0 || record.space == space)) {
+      const Result<kvm_seq_info> info = describe(id, record);
+      status = info.status();
+      list.push_back(info.is_ok() ? info.value() : kvm_seq_info{});
     }
   });
+  KVM_TRY(status);
   return list;
 }
 
@@ -465,24 +512,23 @@ Result<std::string> DeviceClient::stats_text() {
 Result<kvm_cuda_stats> DeviceClient::cuda_stats() {
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
-  device::DeviceStore& store = *service_->store;
-  const device::DeviceStoreCounters& counters = store.counters();
+  KVM_TRY_ASSIGN(const device::SequenceStore::Figures figures, service_->store->figures());
   kvm_cuda_stats stats{};
   stats.struct_size = sizeof stats;
-  stats.n_sms = store.driver().facts().n_sms;
-  stats.pool_bytes = store.pool().capacity_bytes();
-  stats.pool_used_bytes = store.pool().used_bytes();
-  stats.pool_page_bytes = store.pool().page_bytes_in_use();
-  stats.pool_peak_bytes = store.pool().peak_bytes();
-  stats.n_pages = store.pool().n_pages();
-  stats.n_pages_copied = counters.n_pages_copied;
+  stats.n_sms = service_->driver->facts().n_sms;
+  stats.pool_bytes = figures.pool_bytes;
+  stats.pool_used_bytes = figures.pool_used_bytes;
+  stats.pool_page_bytes = figures.pool_page_bytes;
+  stats.pool_peak_bytes = figures.pool_peak_bytes;
+  stats.n_pages = figures.n_pages;
+  stats.n_pages_copied = figures.n_pages_copied;
   stats.batch_bytes = service_->batch_bytes;
-  stats.host_bytes = store.host().n_chunks() * device::kChunkBytes;
-  stats.host_used_bytes = (store.host().n_chunks() - store.host().n_free()) * device::kChunkBytes;
-  stats.n_spilled = counters.n_spilled;
-  stats.spilled_bytes = counters.spilled_bytes;
-  stats.fetched_bytes = counters.fetched_bytes;
-  stats.n_copies = counters.n_copies;
+  stats.host_bytes = figures.host_bytes;
+  stats.host_used_bytes = figures.host_used_bytes;
+  stats.n_spilled = figures.n_spilled;
+  stats.spilled_bytes = figures.spilled_bytes;
+  stats.fetched_bytes = figures.fetched_bytes;
+  stats.n_copies = figures.n_copies;
   stats.n_launches = service_->n_launches;
   return stats;
 }
@@ -494,8 +540,9 @@ Result<std::unique_ptr<device::Batch>> DeviceClient::create_batch(
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
   KVM_TRY_ASSIGN(const DeviceService::SpaceRecord* record, service_->spaces.find(space));
-  KVM_TRY_ASSIGN(std::unique_ptr<device::Batch> batch,
-                 device::Batch::create(service_->store.get(), record->layout, options));
+  KVM_TRY_ASSIGN(
+      std::unique_ptr<device::Batch> batch,
+      device::Batch::create(service_->driver, service_->store.get(), record->layout, options));
   service_->batch_bytes += batch->device_bytes();
   return batch;
 }
@@ -552,17 +599,17 @@ Result<kvm_cuda_seq_info> DeviceClient::cuda_seq_info(kvm_seq_id seq) {
   const std::lock_guard lock(service_->mutex);
   KVM_TRY(service_->check_open());
   KVM_TRY_ASSIGN(const DeviceService::SeqRecord* record, service_->seqs.find(seq));
-  const device::DeviceStore::Residence is = service_->store->residence(record->seq.get());
+  KVM_TRY_ASSIGN(const device::SequenceStore::Residence is,
+                 service_->store->residence(record->seq.get()));
   kvm_cuda_seq_info info{};
   info.struct_size = sizeof info;
-  info.state = is.n_waiting_pages != 0
-                   ? is.lane == device::kToHost ? KVM_CUDA_SEQ_LEAVING : KVM_CUDA_SEQ_COMING
-               : is.on_host ? KVM_CUDA_SEQ_AWAY
-                            : KVM_CUDA_SEQ_HERE;
+  info.state = is.n_waiting_pages != 0 ? is.leaves ? KVM_CUDA_SEQ_LEAVING : KVM_CUDA_SEQ_COMING
+               : is.on_host            ? KVM_CUDA_SEQ_AWAY
+                                       : KVM_CUDA_SEQ_HERE;
   info.n_pages = is.n_pages;
   info.n_host_pages = is.n_host_pages;
   info.n_waiting_pages = is.n_waiting_pages;
-  info.failure = static_cast<uint32_t>(record->seq->failure.code());
+  info.failure = static_cast<uint32_t>(is.failure);
   return info;
 }
 

@@ -10,13 +10,14 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "client/backend.h"
 #include "device/batch.h"
-#include "device/device_store.h"
+#include "device/sequence_store.h"
 #include "engine/space/space.h"
 #include "engine/store/id_table.h"
 #include "kvm_cuda.h"
@@ -31,7 +32,7 @@ class DeviceService {
     uint64_t n_sequences = 0;
   };
   struct SeqRecord {
-    std::shared_ptr<device::DeviceSequence> seq;
+    device::SequencePtr seq;
     kvm_space_id space = 0;
   };
 
@@ -43,7 +44,8 @@ class DeviceService {
   void close();
 
   std::mutex mutex;
-  std::unique_ptr<device::DeviceStore> store;  // before the ids: sequences end first
+  std::unique_ptr<device::SequenceStore> store;  // before the ids: sequences end first
+  device::Driver* driver = nullptr;              // what kernels are launched with; the store's
   engine::IdTable<SpaceRecord> spaces;
   engine::IdTable<SeqRecord> seqs;
   bool is_closed = false;
@@ -100,12 +102,12 @@ class DeviceClient final : public Client {
   Result<kvm_cuda_stats> cuda_stats();
 
  private:
-  kvm_seq_info describe(uint64_t id, const DeviceService::SeqRecord& record) const;
+  Result<kvm_seq_info> describe(uint64_t id, const DeviceService::SeqRecord& record) const;
   kvm_space_info describe(uint64_t id, const DeviceService::SpaceRecord& record) const;
   // Returns when the last moves of sequences are enqueued; what is no sequence has none.
   // REQUIRES: not locked: calls that would wait for moves do so here, where nobody else has to.
   void finish_moves(std::span<const kvm_seq_id> seqs, bool also_spills);
-  kvm_seq_id add_seq(std::shared_ptr<device::DeviceSequence> seq, kvm_space_id space);
+  kvm_seq_id add_seq(device::SequencePtr seq, kvm_space_id space);
   Result<kvm_seq_id> create_seq(const SeqRequest& call);
 
   std::shared_ptr<DeviceService> service_;
@@ -117,6 +119,7 @@ struct DeviceOptions {
   uint32_t ordinal = 0;
   uint64_t pool_bytes = 0;
   uint64_t host_bytes = 0;
+  std::optional<ConnectOptions> server;  // the kvmd whose memory it is; none: this process's
 };
 Result<std::shared_ptr<Client>> open_device_client(const DeviceOptions& options);
 

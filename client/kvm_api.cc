@@ -14,6 +14,7 @@
 #include "base/limits.h"
 #include "base/undo.h"
 #include "client/checks.h"
+#include "client/connect_params.h"
 #include "client/handles.h"
 #include "client/outputs.h"
 #include "client/policy_preset.h"
@@ -36,23 +37,10 @@ using kvm::client::guarded;
 using kvm::client::write_list;
 using kvm::client::write_text;
 
-constexpr uint64_t kDefaultTimeoutNs = 5'000'000'000;
 constexpr uint64_t kDefaultArenaBytes = 16ull << 20;
 constexpr uint64_t kOsPageBytes = 4096;
 
 Status invalid(const std::string& sentence) { return Status(KVM_ERR_INVALID, sentence); }
-
-std::string process_name() {
-  std::string name;
-  if (FILE* file = std::fopen("/proc/self/comm", "re"); file != nullptr) {
-    char buffer[64] = "";
-    if (std::fgets(buffer, sizeof(buffer), file) != nullptr) {
-      name.assign(buffer, ::strcspn(buffer, "\n"));
-    }
-    std::fclose(file);
-  }
-  return name;
-}
 
 // A client handle for what a backend opened.
 Status make_handle(kvm::Result<std::shared_ptr<kvm::client::Client>> opened, kvm_client** out) {
@@ -170,18 +158,8 @@ void kvm_set_log_callback(void (*callback)(int level, const char* message, void*
 kvm_status kvm_connect(const kvm_connect_params* params, kvm_client** out) {
   return guarded([&]() -> Status {
     KVM_TRY(check_not_null(out, "out"));
-    kvm_connect_params p;
-    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_connect_params"));
-    KVM_TRY(check_flags(p.flags, 0, "kvm_connect_params"));
-    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_connect_params"));
-    kvm::client::ConnectOptions options;
-    options.socket_path = p.socket_path != nullptr ? p.socket_path : kvm::ipc::find_socket_path();
-    options.client_name = p.client_name != nullptr ? p.client_name : process_name();
-    if (options.client_name.size() > kvm::kMaxNameBytes) {
-      return invalid("client_name has " + std::to_string(options.client_name.size()) +
-                     " bytes; at most " + std::to_string(kvm::kMaxNameBytes));
-    }
-    options.timeout_ns = p.timeout_ns != 0 ? p.timeout_ns : kDefaultTimeoutNs;
+    KVM_TRY_ASSIGN(const kvm::client::ConnectOptions options,
+                   kvm::client::read_connect_params(params));
     return make_handle(kvm::client::connect_client(options), out);
   });
 }

@@ -247,6 +247,24 @@ void Connection::destroy_arena(uint32_t region, uint64_t within_ns) noexcept {
       "an arena", within_ns);
 }
 
+Result<DeviceMemoryGiven> Connection::open_device(const DeviceMemoryAsked& asked) {
+  KVM_TRY(need_minor(13, "device memory of kvmd"));
+  KVM_TRY_ASSIGN(Reply reply, call([&](ipc::ControlWriter* writer, uint64_t id) {
+                   return writer->finish(
+                       id, wire::CreateDeviceOpen(writer->fbb(), asked.ordinal, asked.pool_bytes,
+                                                  asked.host_bytes, asked.store_version));
+                 }));
+  if (reply.root->body_as_DeviceOpened() == nullptr || reply.message.fds.size() != 2) {
+    return fail(unexpected_reply("DeviceOpen"));
+  }
+  auto words =
+      ipc::map_shared_memory(reply.message.fds[1], asked.words_bytes, ipc::PeerAccess::kReadWrite);
+  if (!words.is_ok()) {
+    return fail(words.status());
+  }
+  return DeviceMemoryGiven{std::move(reply.message.fds[0]), std::move(words).value()};
+}
+
 Result<QueueMemory> Connection::create_queue(uint32_t n_entries) {
   KVM_TRY_ASSIGN(Reply reply, call([&](ipc::ControlWriter* writer, uint64_t id) {
                    return writer->finish(id, wire::CreateQueueCreate(writer->fbb(), n_entries));

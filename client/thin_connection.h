@@ -41,6 +41,22 @@ struct QueueMemory {
   ipc::Fd eventfd;             // may be closed
 };
 
+// DeviceMemoryAsked is what device memory is wanted of kvmd, and by which version of
+// device/store_wire.h the rest goes, whose words have words_bytes.
+struct DeviceMemoryAsked {
+  uint32_t ordinal = 0;
+  uint64_t pool_bytes = 0;
+  uint64_t host_bytes = 0;
+  uint32_t store_version = 0;
+  uint64_t words_bytes = 0;
+};
+
+// DeviceMemoryGiven is how to speak to who keeps it.
+struct DeviceMemoryGiven {
+  ipc::Fd channel;
+  ipc::Mapping words;
+};
+
 class Connection {
  public:
   // Connects and exchanges Hello and Welcome. Fails: as kvm_connect.
@@ -93,6 +109,8 @@ class Connection {
   // that was sent takes effect even if nobody waits for its answer.
   void destroy_arena(uint32_t region) noexcept { destroy_arena(region, timeout_ns_); }
   void destroy_arena(uint32_t region, uint64_t within_ns) noexcept;
+  // Fails: as call; what admits clients (daemon/device_memory.h). Once for each connection.
+  Result<DeviceMemoryGiven> open_device(const DeviceMemoryAsked& asked);
   Result<QueueMemory> create_queue(uint32_t n_entries);
   void destroy_queue(uint32_t queue) noexcept { destroy_queue(queue, timeout_ns_); }
   void destroy_queue(uint32_t queue, uint64_t within_ns) noexcept;

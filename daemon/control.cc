@@ -446,6 +446,44 @@ void handle_snapshot_list(Session* session, uint64_t id, const wire::SnapshotLis
   reply_list(session, id, std::move(infos), has_more);
 }
 
+// Opening it, which may take long, is for its own thread: the client hears of it on the channel.
+void handle_device_open(Session* session, uint64_t id, const wire::DeviceOpen& message) {
+  session->note_engine();
+  DeviceMemory* const devices = session->service()->devices;
+  const auto refuse = [session, id](kvm_status code, std::string why) {
+    reply_error(session, id, Status(code, std::move(why)));
+  };
+  if (devices == nullptr) {
+    return refuse(KVM_ERR_UNSUPPORTED, "kvmd owns no device memory: its option device.pool is 0");
+  }
+  if (message.store_version() != device::wire::kStoreVersion) {
+    return refuse(KVM_ERR_VERSION,
+                  fmt::format("the client keeps device memory by version {} of its protocol, this "
+                              "kvmd by version {}",
+                              message.store_version(), device::wire::kStoreVersion));
+  }
+  if (session->device != nullptr) {
+    return refuse(KVM_ERR_EXISTS, "this connection has device memory already");
+  }
+  std::vector<ipc::Fd> fds;
+  fds.reserve(2);
+  Result<DeviceMemory::Admitted> admitted =
+      devices->admit(message.ordinal(), message.pool_bytes(), message.host_bytes(),
+                     fmt::format("client {:#x} '{}'", session->client, session->name));
+  if (!admitted.is_ok()) {
+    reply_error(session, id, admitted.status());
+    return;
+  }
+  session->device = std::move(admitted.value().tenant);
+  fds.push_back(std::move(admitted.value().channel));
+  fds.push_back(std::move(admitted.value().words));
+  ipc::ControlWriter& writer = short_writer(session);
+  KVM_KILL_POINT("device/admitted");
+  session->send(
+      writer.finish(id, wire::CreateDeviceOpened(writer.fbb(), admitted.value().pool_bytes)),
+      std::move(fds));
+}
+
 bool may_see(const Session& session, const kvm_space_info& space) {
   return space.uid == session.peer().uid || is_administrator(session);
 }
@@ -525,6 +563,8 @@ void handle_welcomed(Session* session, const wire::Message& message) {
       return handle_prefix_table(session, id);
     case wire::Body::PrefixWeigh:
       return handle_prefix_weigh(session, id, *message.body_as_PrefixWeigh());
+    case wire::Body::DeviceOpen:
+      return handle_device_open(session, id, *message.body_as_DeviceOpen());
     case wire::Body::Stats:
       return reply_struct(session, id, Result<kvm_stats>(service_stats(*session->service())));
     case wire::Body::StatsText:

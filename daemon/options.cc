@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "base/limits.h"
+#include "daemon/device_memory.h"
 #include "daemon/disk.h"
 #include "daemon/listen_address.h"
 #include "ipc/socket.h"
@@ -191,6 +192,22 @@ const std::vector<OptionRow>& option_rows() {
       {"disk.backend", "any", TextField{&O::disk_backend, {"any", "io_uring", "threads"}},
        "How files are read and written. any: by io_uring where the kernel allows it, else by "
        "threads."},
+      {"device.pool", "0", SizeField{&O::device_pool, nullptr, 0, kMaxSizeBytes},
+       "Memory of each device of device.numbers that kvmd owns for clients that open it through "
+       "kvmd (kvm_cuda_params.server), all clients together: a hard cap of what their pages take. "
+       "0: kvmd touches no device."},
+      {"device.numbers", "0",
+       TextField{&O::device_numbers,
+                 {},
+                 "numbers of devices with commas between them, each once",
+                 is_device_list},
+       "The devices whose memory kvmd owns, as the CUDA runtime counts them for kvmd: engines that "
+       "see others of the machine's devices count differently."},
+      {"device.quota", "100%", SizeField{&O::device_quota, "device.pool", 1u << 20, kMaxSizeBytes},
+       "How much of each device's memory one client may have."},
+      {"device.host", "0", SizeField{&O::device_host, nullptr, 0, kMaxSizeBytes},
+       "Page-locked memory of the host that sequences may be spilled to (kvm_cuda_spill), all "
+       "clients together. Not part of host_capacity."},
   };
   return rows;
 }

@@ -66,6 +66,11 @@ struct Options {
   Size disk_daily_writes;
   std::string disk_backend;
   std::string disk_save_prefixes;
+  // daemon/device_memory.h makes of these what they come to.
+  Size device_pool;
+  std::string device_numbers;
+  Size device_quota;  // share: of device_pool
+  Size device_host;
 };
 
 enum class Origin : uint8_t { kDefault, kFile, kEnvironment, kFlag };

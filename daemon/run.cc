@@ -173,7 +173,8 @@ void check_options(const Options& options, Problems* problems) {
   }
 }
 
-int serve(const LoadedOptions& loaded, const OpenEngine& open_engine, const RingBytes& ring_bytes) {
+int serve(const LoadedOptions& loaded, const OpenEngine& open_engine, const RingBytes& ring_bytes,
+          const OpenDevice& open_device) {
   const Options& options = loaded.options;
   set_up_logging(options.log_level);
   const ipc::Fd signals = block_signals();
@@ -199,6 +200,10 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine, const Ring
   if (!engine.is_ok()) {
     return refuse(engine.status());
   }
+  const Result<std::unique_ptr<DeviceMemory>> devices = DeviceMemory::open(options, open_device);
+  if (!devices.is_ok()) {
+    return refuse(devices.status());
+  }
   if (const Status status = make_socket_folder(options.socket); !status.is_ok()) {
     return fail(kExitFailed, status);
   }
@@ -206,6 +211,7 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine, const Ring
   server_setup.config_text = options_json(loaded);
   server_setup.disk = disk.value().get();
   server_setup.prefix_memory = &prefix_memory;
+  server_setup.devices = devices.value().get();
   server_setup.ring_bytes = [&] { return ring_bytes(*engine.value()); };
   Server server(engine.value().get(), std::move(server_setup));
   if (const Status status = server.start(); !status.is_ok()) {
@@ -252,6 +258,10 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine, const Ring
                    counted(stats.n_leftover_files, "file"));
     }
   }
+  if (devices.value() != nullptr) {
+    spdlog::info("{} of each of the devices {} for clients that run there",
+                 format_bytes(options.device_pool.bytes), options.device_numbers);
+  }
   if (options.metrics_listen != "off") {
     spdlog::info("metrics at {}", options.metrics_listen);
   }
@@ -263,7 +273,7 @@ int serve(const LoadedOptions& loaded, const OpenEngine& open_engine, const Ring
 }  // namespace
 
 int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine,
-             const RingBytes& ring_bytes) {
+             const RingBytes& ring_bytes, const OpenDevice& open_device) {
   const std::vector<std::string> arguments(argv + (argc > 0 ? 1 : 0), argv + argc);
   const Result<LoadedOptions> loaded =
       load_options(arguments, environment_of_process, environment_names(), check_options);
@@ -285,7 +295,7 @@ int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine,
                                       : print_options(loaded.value()));
   }
   try {
-    return serve(loaded.value(), open_engine, ring_bytes);
+    return serve(loaded.value(), open_engine, ring_bytes, open_device);
   } catch (const std::bad_alloc&) {
     return fail(kExitFailed, Status::fixed(KVM_ERR_NO_MEMORY, "there is no memory to begin with"));
   }

@@ -101,6 +101,7 @@ Server::Server(engine::Engine* engine, ServerOptions options)
   service_->disk = options_.disk;
   service_->prefix_memory = options_.prefix_memory;
   service_->ring_bytes = options_.ring_bytes;
+  service_->devices = options_.devices;
   service_->limits = options_.limits;
   service_->config_text = options_.config_text;
   service_->epoch = random_epoch();

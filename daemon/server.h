@@ -52,6 +52,7 @@ struct ServerOptions {
   std::function<uint64_t()> ring_bytes;   // of the engine (engine/run/engine_disk.h); null: none
   // Of the engine; outlives the server. Null: clients cannot look for prefixes.
   const PrefixMemory* prefix_memory = nullptr;
+  DeviceMemory* devices = nullptr;  // outlives the server; null: there are none
   ListenAddress metrics;
   mode_t metrics_mode = 0600;
   // on_watchdog is called from the dispatcher's turn at least so often; 0: never.

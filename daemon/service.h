@@ -21,6 +21,7 @@
 
 #include "base/status.h"
 #include "daemon/background.h"
+#include "daemon/device_memory.h"
 #include "daemon/prefix_memory.h"
 #include "daemon/request_stats.h"
 #include "daemon/snapshots.h"
@@ -65,6 +66,7 @@ struct Service {
   engine::Engine* engine = nullptr;
   const tiers::DiskTier* disk = nullptr;        // null: there is none
   const PrefixMemory* prefix_memory = nullptr;  // null: of none that can be shared
+  DeviceMemory* devices = nullptr;              // null: there are none
   std::function<uint64_t()> ring_bytes;         // of the engine; null: none
   Limits limits;
   std::string config_text;  // for operators: options_json

@@ -136,6 +136,9 @@ void Session::hang_up() {
     ::epoll_ctl(service_->epoll.get(), EPOLL_CTL_DEL, doorbell.get(), nullptr);
   }
   doorbell.reset();
+  if (device != nullptr) {
+    device->stop();
+  }
   socket_.reset();
   pidfd.reset();
   unsent_.clear();

@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "daemon/device_memory.h"
 #include "daemon/served_queue.h"
 #include "daemon/service.h"
 #include "engine/engine.h"
@@ -86,10 +87,11 @@ class Session {
   ipc::RegionTable regions;  // before queues: their requests pin regions
   std::vector<std::unique_ptr<ServedQueue>> queues;
   uint32_t last_queue_id = 0;
-  size_t next_queue = 0;          // of `queues`, which is served first
-  uint64_t copied_bytes = 0;      // of parameter arrays, of all its requests
-  std::string stats_text;         // what StatsText pages through
-  uint32_t n_receives_begun = 0;  // of its socket, since one has come to its end
+  size_t next_queue = 0;                 // of `queues`, which is served first
+  uint64_t copied_bytes = 0;             // of parameter arrays, of all its requests
+  std::string stats_text;                // what StatsText pages through
+  std::unique_ptr<DeviceTenant> device;  // null: it has none
+  uint32_t n_receives_begun = 0;         // of its socket, since one has come to its end
 
  private:
   struct Unsent {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/audit_stats.h"
+#include "daemon/device_memory.h"
 #include "daemon/request_stats.h"
 #include "engine/store/movement_options.h"
 #include "engine/store/snapshot_info.h"
@@ -40,6 +41,9 @@ struct StatsSnapshot {
   uint64_t arena_capacity_bytes = 0;
   uint64_t n_sleeps = 0;
   uint64_t n_notifications = 0;
+  std::vector<DeviceFigures> devices;
+  uint64_t device_host_bytes = 0;
+  uint64_t device_host_capacity_bytes = 0;
 };
 
 }  // namespace kvm::daemon

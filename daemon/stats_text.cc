@@ -58,7 +58,12 @@ StatsSnapshot take_snapshot(const Service& service) {
           .arena_bytes = service.arena_bytes,
           .arena_capacity_bytes = service.limits.arena_capacity_bytes,
           .n_sleeps = service.n_sleeps,
-          .n_notifications = service.n_notifications};
+          .n_notifications = service.n_notifications,
+          .devices = service.devices == nullptr ? std::vector<DeviceFigures>()
+                                                : service.devices->figures(),
+          .device_host_bytes = service.devices == nullptr ? 0 : service.devices->host_used_bytes(),
+          .device_host_capacity_bytes =
+              service.devices == nullptr ? 0 : service.devices->host_capacity_bytes()};
 }
 
 namespace {
@@ -186,6 +191,28 @@ void write_prefixes(const engine::PrefixStats& prefixes, StatsText* out) {
   out->sample("kvm_prefix_failures_total", prefixes.n_failed_loads, "{verb=\"load\"}");
 }
 
+void write_devices(const StatsSnapshot& snapshot, StatsText* out) {
+  const auto family = [&](const char* name, const char* help, uint64_t DeviceFigures::*figure) {
+    for (size_t i = 0; i < snapshot.devices.size(); ++i) {
+      const DeviceFigures& of = snapshot.devices[i];
+      const std::string labels = fmt::format("{{device=\"{}\"}}", of.ordinal);
+      i == 0 ? out->gauge(name, help, of.*figure, labels.c_str())
+             : out->sample(name, of.*figure, labels.c_str());
+    }
+  };
+  family("kvm_device_pool_bytes", "Hard cap of kvm_device_used_bytes.", &DeviceFigures::pool_bytes);
+  family("kvm_device_used_bytes", "Device memory that is mapped for pages of clients.",
+         &DeviceFigures::used_bytes);
+  family("kvm_device_clients", "Clients that run on the device with memory of kvmd.",
+         &DeviceFigures::n_clients);
+  if (!snapshot.devices.empty()) {
+    out->gauge("kvm_device_host_bytes", "Page-locked memory for sequences of devices.",
+               snapshot.device_host_bytes);
+    out->gauge("kvm_device_host_capacity_bytes", "Hard cap of kvm_device_host_bytes.",
+               snapshot.device_host_capacity_bytes);
+  }
+}
+
 }  // namespace
 
 std::string stats_text(const StatsSnapshot& snapshot) {
@@ -201,6 +228,7 @@ std::string stats_text(const StatsSnapshot& snapshot) {
   write_disk(snapshot, &out);
   write_saved(snapshot.saved, &out);
   write_prefixes(snapshot.prefixes, &out);
+  write_devices(snapshot, &out);
   write_audit(snapshot.audit, &out);
   out.gauge("kvm_cost_model_info", "1 when it is known; its label is the option cost_model.",
             snapshot.cost_model.empty() ? 0 : 1,

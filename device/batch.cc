@@ -44,17 +44,22 @@ Status invalid(std::string sentence) { return Status(KVM_ERR_INVALID, std::move(
 
 // --- Making one ---------------------------------------------------------------------------------
 
-Result<std::unique_ptr<Batch>> Batch::create(DeviceStore* store,
+Result<std::unique_ptr<Batch>> Batch::create(Driver* driver, SequenceStore* store,
                                              std::shared_ptr<const SpaceLayout> space,
                                              const BatchOptions& options) {
-  std::unique_ptr<Batch> batch(new Batch(store, std::move(space), options));
+  std::unique_ptr<Batch> batch(new Batch(driver, store, std::move(space), options));
   KVM_TRY(batch->init());
   return batch;
 }
 
-Batch::Batch(DeviceStore* store, std::shared_ptr<const SpaceLayout> space,
+Batch::Batch(Driver* driver, SequenceStore* store, std::shared_ptr<const SpaceLayout> space,
              const BatchOptions& options)
-    : store_(store), space_(std::move(space)), options_(options), places_(options.max_items) {}
+    : driver_(driver),
+      events_(driver),
+      store_(store),
+      space_(std::move(space)),
+      options_(options),
+      places_(options.max_items) {}
 
 Status Batch::init() {
   max_pages_ = div_up(options_.max_tokens, kPageTokens);
@@ -65,7 +70,7 @@ Status Batch::init() {
   }
   kernel_ = {space_->codec, space_->dim,
              attention::gpu::block_rows_for(space_->codec, space_->dim, most_rows)};
-  KVM_TRY_ASSIGN(const uint32_t blocks, store_->driver().decode_blocks(kernel_));
+  KVM_TRY_ASSIGN(const uint32_t blocks, driver_->decode_blocks(kernel_));
   blocks_ = std::min(blocks, kMaxMergeSlots);
   // Kernels name its entries by 32 bits.
   const uint64_t table = uint64_t{space_->lists.size()} * options_.max_items * max_pages_;
@@ -79,13 +84,13 @@ Status Batch::init() {
 }
 
 Batch::~Batch() {
-  (void)store_->driver().synchronize_device();
+  (void)driver_->synchronize_device();
   if (device_ != nullptr) {
-    store_->driver().free(device_);
+    driver_->free(device_);
   }
   if (host_ != nullptr) {
     if (ring_[0].data != nullptr) {
-      store_->driver().unregister_host(host_);
+      driver_->unregister_host(host_);
     }
     ::munmap(host_, kRing * slot_bytes_);
   }
@@ -138,7 +143,7 @@ Status Batch::size_kind(Kind* kind) const {
     const auto n_heads = static_cast<uint32_t>(of.kv_heads.size());
     const tiers::SlabClass lies = space_->slab_class(n_heads);
     PageClass page_class;
-    page_class.page_bytes = store_->pool().slab_page_bytes(space_->lists[of.list].slab);
+    page_class.page_bytes = store_->slab(space_->lists[of.list].slab).page_bytes;
     page_class.v_offset_bytes = lies.v_offset();
     page_class.head_stride_bytes = static_cast<uint32_t>(lies.k().head_rows_bytes(lies.dim_k));
     page_class.heads_first = static_cast<uint32_t>(kind->heads.size());
@@ -229,7 +234,7 @@ Status Batch::lay_out() {
 }
 
 Status Batch::allocate() {
-  Driver& driver = store_->driver();
+  Driver& driver = *driver_;
   KVM_TRY_ASSIGN(device_, driver.allocate(device_bytes_));
   void* memory = ::mmap(nullptr, kRing * slot_bytes_, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -313,7 +318,7 @@ Status Batch::check_items(std::span<const BatchItem> items) {
 }
 
 Status Batch::update(std::span<const BatchItem> items, Stream stream) {
-  KVM_TRY_ASSIGN(const bool captured, store_->driver().is_capturing(stream));
+  KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
   if (captured) {
     return Status(KVM_ERR_UNSUPPORTED,
                   "the stream is being captured; update before the graph is launched");
@@ -362,7 +367,7 @@ void Batch::forget_device() {
 
 void Batch::undo_update() {
   // The ring and the pages are free again only when what was enqueued of it is done.
-  (void)store_->driver().synchronize_device();
+  (void)driver_->synchronize_device();
   store_->undo_growth();
   forget_device();
 }
@@ -371,9 +376,9 @@ Result<Batch::Slot*> Batch::next_slot() {
   Slot* const slot = &ring_[next_];
   next_ = (next_ + 1) % kRing;
   if (slot->event != nullptr) {
-    KVM_TRY(store_->driver().synchronize(slot->event.get()));
+    KVM_TRY(driver_->synchronize(slot->event.get()));
   } else {
-    KVM_TRY_ASSIGN(slot->event, store_->new_event());
+    KVM_TRY_ASSIGN(slot->event, events_.take());
   }
   return slot;
 }
@@ -382,7 +387,7 @@ Status Batch::send(const Slot& slot, const Message& message, Stream stream) {
   if (message.n_runs() == 0) {
     return Status::ok();
   }
-  Driver& driver = store_->driver();
+  Driver& driver = *driver_;
   uint8_t* const to = device_ + message_at_;
   KVM_TRY(driver.copy(to + message.begin(), message.data() + message.begin(),
                       message.end() - message.begin(), stream));
@@ -634,8 +639,8 @@ Status Batch::check_tensor(const char* name, const DeviceTensor& tensor, uint64_
 
 attention::gpu::PagePool Batch::pool_of(const Kind& kind, uint32_t layer) const {
   attention::gpu::PagePool pool;
-  for (uint32_t slab = 0; slab < store_->pool().n_slabs(); ++slab) {
-    pool.segments[slab] = store_->pool().base(slab);
+  for (const ListLayout& list : space_->lists) {
+    pool.segments[list.slab] = store_->slab(list.slab).base;
   }
   std::copy(kind.page_classes.begin(), kind.page_classes.end(), pool.classes);
   const std::vector<ClassLayout>& classes = space_->storage(layer).classes;
@@ -654,7 +659,7 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
     return invalid("layer " + number(layer) + " stores no keys and values of its own");
   }
   KVM_TRY(check_current());
-  KVM_TRY_ASSIGN(const bool captured, store_->driver().is_capturing(stream));
+  KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
   const uint64_t n_heads = space_->layers[layer].n_kv_heads;
   uint64_t row = 0, head = 0, row_v = 0, head_v = 0;
   KVM_TRY(check_tensor("k", k, append_rows_, n_heads, space_->dim, 16, &row, &head));
@@ -676,13 +681,13 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   params.n_tokens = reinterpret_cast<const uint32_t*>(device_ + kind.n_tokens_at);
   // A captured launch serves any number of them.
   const uint32_t n_tokens =
-      captured ? std::min(kind.token_capacity, kAppendBlocksPerSm * store_->driver().facts().n_sms)
+      captured ? std::min(kind.token_capacity, kAppendBlocksPerSm * driver_->facts().n_sms)
                : kind.n_tokens;
   if (n_tokens == 0) {
     return Status::ok();
   }
   ++n_launches_;
-  return store_->driver().append(space_->codec, params, n_tokens, stream);
+  return driver_->append(space_->codec, params, n_tokens, stream);
 }
 
 Status Batch::check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const {
@@ -778,7 +783,7 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
     return invalid("layer " + number(call.layer) + " does not exist or is ABSENT");
   }
   KVM_TRY(check_current());
-  Driver& driver = store_->driver();
+  Driver& driver = *driver_;
   KVM_TRY_ASSIGN(const bool captured, driver.is_capturing(stream));
   attention::gpu::AttendTensors tensors;
   KVM_TRY(resolve_tensors(call, query_rows_, &tensors));
@@ -815,8 +820,9 @@ Result<PagesPlace> Batch::pages(uint32_t layer, uint32_t head_class) const {
   place.lies = space_->slab_class(static_cast<uint32_t>(place.of->kv_heads.size()));
   const ListLayout& list = space_->lists[place.of->list];
   place.page_bytes = list.n_layers * list.layer_bytes;
-  place.base = store_->pool().base(list.slab) + place.of->rank * list.layer_bytes;
-  place.n_pages = store_->pool().slab_slots(list.slab);
+  const SlabPlace slab = store_->slab(list.slab);
+  place.base = slab.base + place.of->rank * list.layer_bytes;
+  place.n_pages = slab.n_slots;
   place.table = table() + uint64_t{place.of->list} * options_.max_items * max_pages_;
   place.table_stride = max_pages_ * sizeof(uint32_t);
   return place;

@@ -30,8 +30,9 @@
 #include "attention/cuda/plan.h"
 #include "base/dtype.h"
 #include "base/status.h"
-#include "device/device_store.h"
+#include "device/event_pool.h"
 #include "device/message.h"
+#include "device/sequence_store.h"
 
 namespace kvm::device {
 
@@ -91,8 +92,9 @@ struct PagesPlace {
 
 class Batch {
  public:
-  // `store` must outlive the batch. Fails: INVALID, UNSUPPORTED, NO_SPACE, NO_MEMORY, DEVICE.
-  static Result<std::unique_ptr<Batch>> create(DeviceStore* store,
+  // `driver` and `store` must outlive the batch. Fails: INVALID, UNSUPPORTED, NO_SPACE, NO_MEMORY,
+  // DEVICE.
+  static Result<std::unique_ptr<Batch>> create(Driver* driver, SequenceStore* store,
                                                std::shared_ptr<const SpaceLayout> space,
                                                const BatchOptions& options);
   // Waits for the device.
@@ -143,7 +145,8 @@ class Batch {
     uint8_t* data = nullptr;
   };
 
-  Batch(DeviceStore* store, std::shared_ptr<const SpaceLayout> space, const BatchOptions& options);
+  Batch(Driver* driver, SequenceStore* store, std::shared_ptr<const SpaceLayout> space,
+        const BatchOptions& options);
   Status init();
   Status make_kinds();
   Status size_kind(Kind* kind) const;
@@ -185,7 +188,9 @@ class Batch {
   }
   const uint32_t* table() const { return reinterpret_cast<const uint32_t*>(device_ + table_at_); }
 
-  DeviceStore* const store_;
+  Driver* const driver_;
+  EventPool events_;
+  SequenceStore* const store_;
   const std::shared_ptr<const SpaceLayout> space_;
   const BatchOptions options_;
   uint64_t max_pages_ = 0;
@@ -207,7 +212,7 @@ class Batch {
   bool constants_written_ = false;  // heads and sinks
   uint64_t n_changes_ = 0;  // of the store, when places_ were last compared with their sequences
   // Of one update, kept for the next.
-  std::vector<DeviceStore::Growth> growths_;
+  std::vector<Growth> growths_;
   std::vector<attention::gpu::Request> requests_;
   std::vector<attention::gpu::Merge> merges_;
   std::vector<const DeviceSequence*> seqs_;

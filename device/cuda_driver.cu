@@ -143,6 +143,8 @@ class CudaDriver final : public Driver {
     (void)free_range_(reinterpret_cast<CUdeviceptr>(range), size_bytes);
   }
   Status map(uint8_t* at, uint64_t size_bytes) override;
+  Result<ipc::Fd> map_shared(uint8_t* at, uint64_t size_bytes) override;
+  Status map_from(uint8_t* at, uint64_t size_bytes, const ipc::Fd& memory) override;
   void unmap(uint8_t* at, uint64_t size_bytes) override;
 
   Result<uint8_t*> allocate(uint64_t size_bytes) override {
@@ -157,7 +159,8 @@ class CudaDriver final : public Driver {
   }
   Status register_host(void* memory, uint64_t size_bytes) override {
     const Uncaptured current(context_);
-    const cudaError_t error = cudaHostRegister(memory, size_bytes, cudaHostRegisterPortable);
+    const cudaError_t error =
+        cudaHostRegister(memory, size_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
     if (error == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
       return Status(KVM_ERR_NO_MEMORY,
@@ -214,6 +217,10 @@ class CudaDriver final : public Driver {
     const Uncaptured current(context_);
     return check("cudaEventSynchronize", cudaEventSynchronize(runtime_event(event)));
   }
+  Status synchronize_stream(Stream stream) override {
+    const Uncaptured current(context_);
+    return check("cudaStreamSynchronize", cudaStreamSynchronize(runtime(stream)));
+  }
   Status synchronize_device() override {
     const Uncaptured current(context_);
     return check("cudaDeviceSynchronize", cudaDeviceSynchronize());
@@ -234,6 +241,19 @@ class CudaDriver final : public Driver {
     const Current current(context_);
     return check("cudaMemcpyAsync",
                  cudaMemcpyAsync(to, from, size_bytes, cudaMemcpyDefault, runtime(stream)));
+  }
+
+  Status write_word(uint64_t* word, uint64_t value, Stream stream) override {
+    const Current current(context_);
+    KVM_TRY_ASSIGN(const CUdeviceptr at, device_address(word));
+    return check("cuStreamWriteValue64",
+                 write_value_(runtime(stream), at, value, CU_STREAM_WRITE_VALUE_DEFAULT));
+  }
+  Status wait_word(const uint64_t* word, uint64_t value, Stream stream) override {
+    const Current current(context_);
+    KVM_TRY_ASSIGN(const CUdeviceptr at, device_address(const_cast<uint64_t*>(word)));
+    return check("cuStreamWaitValue64",
+                 wait_value_(runtime(stream), at, value, CU_STREAM_WAIT_VALUE_GEQ));
   }
 
   Result<uint32_t> decode_blocks(const DecodeKernel& kernel) override {
@@ -267,6 +287,16 @@ class CudaDriver final : public Driver {
   }
 
  private:
+  // Maps and opens what the handle names, and gives the handle back: the mapping keeps the memory.
+  Status map_handle(uint8_t* at, uint64_t size_bytes, CUmemGenericAllocationHandle handle);
+  Status clear(uint8_t* at, uint64_t size_bytes);
+  // Of registered memory of the host.
+  Result<CUdeviceptr> device_address(uint64_t* word) {
+    void* at = nullptr;
+    KVM_TRY(check("cudaHostGetDevicePointer", cudaHostGetDevicePointer(&at, word, 0)));
+    return reinterpret_cast<CUdeviceptr>(at);
+  }
+
   Context context_;
   DriverFacts facts_;
   decltype(&cuMemAddressReserve) reserve_ = nullptr;
@@ -277,10 +307,16 @@ class CudaDriver final : public Driver {
   decltype(&cuMemUnmap) unmap_ = nullptr;
   decltype(&cuMemSetAccess) set_access_ = nullptr;
   decltype(&cuMemGetAllocationGranularity) granularity_ = nullptr;
+  decltype(&cuMemExportToShareableHandle) export_ = nullptr;
+  decltype(&cuMemImportFromShareableHandle) import_ = nullptr;
+  decltype(&cuStreamWriteValue64) write_value_ = nullptr;
+  decltype(&cuStreamWaitValue64) wait_value_ = nullptr;
 };
 
-CUmemAllocationProp properties_of(int device) {
+CUmemAllocationProp properties_of(int device, bool shared) {
   CUmemAllocationProp properties{};
+  properties.requestedHandleTypes =
+      shared ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_NONE;
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   properties.location.id = device;
@@ -316,7 +352,11 @@ Status CudaDriver::open(int device) {
   KVM_TRY(look_up("cuMemUnmap", &unmap_));
   KVM_TRY(look_up("cuMemSetAccess", &set_access_));
   KVM_TRY(look_up("cuMemGetAllocationGranularity", &granularity_));
-  const CUmemAllocationProp pool = properties_of(device);
+  KVM_TRY(look_up("cuMemExportToShareableHandle", &export_));
+  KVM_TRY(look_up("cuMemImportFromShareableHandle", &import_));
+  KVM_TRY(look_up("cuStreamWriteValue64", &write_value_));
+  KVM_TRY(look_up("cuStreamWaitValue64", &wait_value_));
+  const CUmemAllocationProp pool = properties_of(device, false);
   size_t granularity = 0;
   KVM_TRY(check("cuMemGetAllocationGranularity",
                 granularity_(&granularity, &pool, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)));
@@ -324,24 +364,71 @@ Status CudaDriver::open(int device) {
   return check("attend_init", attend_init());
 }
 
-Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
-  const Uncaptured current(context_);
-  const CUmemAllocationProp properties = properties_of(context_.device);
-  CUmemGenericAllocationHandle handle{};
-  KVM_TRY(check("cuMemCreate", create_(&handle, size_bytes, &properties, 0)));
+Status CudaDriver::map_handle(uint8_t* at, uint64_t size_bytes,
+                              CUmemGenericAllocationHandle handle) {
   const auto address = reinterpret_cast<CUdeviceptr>(at);
   const Status mapped = check("cuMemMap", map_(address, size_bytes, 0, handle, 0));
-  // The mapping keeps the memory.
   (void)release_(handle);
   KVM_TRY(mapped);
   CUmemAccessDesc access{};
-  access.location = properties.location;
+  access.location = properties_of(context_.device, false).location;
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   const Status opened = check("cuMemSetAccess", set_access_(address, size_bytes, &access, 1));
   if (!opened.is_ok()) {
     (void)unmap_(address, size_bytes);
   }
   return opened;
+}
+
+Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
+  const Uncaptured current(context_);
+  const CUmemAllocationProp properties = properties_of(context_.device, false);
+  CUmemGenericAllocationHandle handle{};
+  KVM_TRY(check("cuMemCreate", create_(&handle, size_bytes, &properties, 0)));
+  return map_handle(at, size_bytes, handle);
+}
+
+Status CudaDriver::clear(uint8_t* at, uint64_t size_bytes) {
+  cudaStream_t stream = nullptr;
+  KVM_TRY(check("cudaStreamCreate", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)));
+  Status cleared = check("cudaMemsetAsync", cudaMemsetAsync(at, 0, size_bytes, stream));
+  if (cleared.is_ok()) {
+    cleared = check("cudaStreamSynchronize", cudaStreamSynchronize(stream));
+  }
+  (void)cudaStreamDestroy(stream);
+  return cleared;
+}
+
+Result<ipc::Fd> CudaDriver::map_shared(uint8_t* at, uint64_t size_bytes) {
+  const Uncaptured current(context_);
+  const CUmemAllocationProp properties = properties_of(context_.device, true);
+  CUmemGenericAllocationHandle handle{};
+  KVM_TRY(check("cuMemCreate", create_(&handle, size_bytes, &properties, 0)));
+  int descriptor = -1;
+  const Status exported =
+      check("cuMemExportToShareableHandle",
+            export_(&descriptor, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+  if (!exported.is_ok()) {
+    (void)release_(handle);
+    return exported;
+  }
+  ipc::Fd memory(descriptor);
+  KVM_TRY(map_handle(at, size_bytes, handle));
+  if (const Status cleared = clear(at, size_bytes); !cleared.is_ok()) {
+    unmap(at, size_bytes);
+    return cleared;
+  }
+  return memory;
+}
+
+Status CudaDriver::map_from(uint8_t* at, uint64_t size_bytes, const ipc::Fd& memory) {
+  const Uncaptured current(context_);
+  CUmemGenericAllocationHandle handle{};
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): what the driver wants a descriptor as
+  void* const descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(memory.get()));
+  KVM_TRY(check("cuMemImportFromShareableHandle",
+                import_(&handle, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
+  return map_handle(at, size_bytes, handle);
 }
 
 void CudaDriver::unmap(uint8_t* at, uint64_t size_bytes) {

@@ -29,47 +29,36 @@ uint64_t room_of_part(uint64_t page_bytes) {
   return page_bytes <= kChunkBytes ? kChunkBytes : div_up(8 * kChunkBytes, page_bytes) * page_bytes;
 }
 
-// The list for a class of a layer, made if there is none.
-uint32_t list_of(const ClassLayout& of, SpaceLayout* space) {
-  const auto n_heads = static_cast<uint32_t>(of.kv_heads.size());
-  for (uint32_t i = 0; i < space->lists.size(); ++i) {
-    const ListLayout& list = space->lists[i];
-    if (list.n_heads == n_heads && list.n_sinks == of.n_sinks && list.n_recent == of.n_recent &&
-        list.slack == of.slack) {
-      return i;
-    }
-  }
-  ListLayout list;
-  list.n_heads = n_heads;
-  list.n_sinks = of.n_sinks;
-  list.n_recent = of.n_recent;
-  list.slack = of.slack;
-  list.layer_bytes = space->slab_class(n_heads).page_bytes();
-  space->lists.push_back(list);
-  return static_cast<uint32_t>(space->lists.size() - 1);
+HeldSequence* held(DeviceSequence* seq) { return static_cast<HeldSequence*>(seq); }
+const HeldSequence& held(const DeviceSequence& seq) {
+  return static_cast<const HeldSequence&>(seq);
 }
 
 }  // namespace
 
-uint64_t ListLayout::first_droppable() const { return round_up(n_sinks, kPageTokens); }
-
-tiers::SlabClass SpaceLayout::slab_class(uint32_t n_heads) const {
-  tiers::SlabClass slab_class;
-  slab_class.codec_k = slab_class.codec_v = codec;
-  slab_class.dim_k = slab_class.dim_v = static_cast<uint16_t>(dim);
-  slab_class.n_heads = static_cast<uint16_t>(n_heads);
-  return slab_class;
-}
-
 Result<std::unique_ptr<DeviceStore>> DeviceStore::open(std::unique_ptr<Driver> driver,
                                                        const DeviceStoreOptions& options) {
-  std::unique_ptr<DeviceStore> store(new DeviceStore(std::move(driver), options));
+  Driver* const kernels = driver.get();
+  return open_over(std::move(driver), kernels, options);
+}
+
+Result<std::unique_ptr<DeviceStore>> DeviceStore::open_without_kernels(
+    std::unique_ptr<MemoryDriver> driver, const DeviceStoreOptions& options) {
+  return open_over(std::move(driver), nullptr, options);
+}
+
+Result<std::unique_ptr<DeviceStore>> DeviceStore::open_over(std::unique_ptr<MemoryDriver> driver,
+                                                            Driver* kernels,
+                                                            const DeviceStoreOptions& options) {
+  std::unique_ptr<DeviceStore> store(new DeviceStore(std::move(driver), kernels, options));
   KVM_TRY(store->init(options));
   return store;
 }
 
-DeviceStore::DeviceStore(std::unique_ptr<Driver> driver, const DeviceStoreOptions& options)
+DeviceStore::DeviceStore(std::unique_ptr<MemoryDriver> driver, Driver* kernels,
+                         const DeviceStoreOptions& options)
     : driver_(std::move(driver)),
+      kernels_(kernels),
       events_(std::make_unique<EventPool>(driver_.get())),
       pool_(std::make_shared<PagePool>(driver_.get(), options.pool_bytes)) {}
 
@@ -78,7 +67,7 @@ Status DeviceStore::init(const DeviceStoreOptions& options) {
   if (host_->n_chunks() == 0) {
     return Status::ok();
   }
-  KVM_TRY_ASSIGN(mover_, Mover::create(driver_.get(), events_.get()));
+  KVM_TRY_ASSIGN(mover_, Mover::create(driver_.get(), kernels_, events_.get()));
   return Status::ok();
 }
 
@@ -88,10 +77,21 @@ DeviceStore::~DeviceStore() {
   (void)driver_->synchronize_device();
 }
 
-DeviceStoreCounters DeviceStore::counters() const {
-  DeviceStoreCounters counters = counters_;
-  counters.n_copies = mover_ == nullptr ? 0 : mover_->n_copies();
-  return counters;
+Result<SequenceStore::Figures> DeviceStore::figures() {
+  Figures figures;
+  figures.pool_bytes = pool_->capacity_bytes();
+  figures.pool_used_bytes = pool_->used_bytes();
+  figures.pool_page_bytes = pool_->page_bytes_in_use();
+  figures.pool_peak_bytes = pool_->peak_bytes();
+  figures.n_pages = pool_->n_pages();
+  figures.n_pages_copied = counters_.n_pages_copied;
+  figures.host_bytes = host_->n_chunks() * kChunkBytes;
+  figures.host_used_bytes = (host_->n_chunks() - host_->n_free()) * kChunkBytes;
+  figures.n_spilled = counters_.n_spilled;
+  figures.spilled_bytes = counters_.spilled_bytes;
+  figures.fetched_bytes = counters_.fetched_bytes;
+  figures.n_copies = mover_ == nullptr ? 0 : mover_->n_copies();
+  return figures;
 }
 
 Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layout) {
@@ -106,18 +106,8 @@ Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layo
         }
         delete gone;
       });
-  for (LayerLayout& layer : space->layers) {
-    for (ClassLayout& of : layer.classes) {
-      of.list = list_of(of, space.get());
-      of.rank = space->lists[of.list].n_layers++;
-    }
-  }
+  KVM_TRY(make_lists(space.get()));
   for (ListLayout& list : space->lists) {
-    if (list.n_layers * list.layer_bytes > UINT32_MAX) {
-      return Status(KVM_ERR_UNSUPPORTED, "64 tokens of " + number(list.n_layers) + " layers take " +
-                                             number(list.n_layers * list.layer_bytes) +
-                                             " bytes; allowed are " + number(UINT32_MAX));
-    }
     KVM_TRY_ASSIGN(list.slab, pool_->open_slab(space->slab_class(list.n_heads), list.n_layers));
   }
   return std::shared_ptr<const SpaceLayout>(space);
@@ -125,59 +115,31 @@ Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layo
 
 // --- Sequences ----------------------------------------------------------------------------------
 
-std::shared_ptr<DeviceSequence> DeviceStore::create(std::shared_ptr<const SpaceLayout> space) {
-  auto seq = std::make_shared<DeviceSequence>();
-  seq->lists.resize(space->lists.size());
-  for (uint32_t list = 0; list < space->lists.size(); ++list) {
-    seq->lists[list].kept_from = space->lists[list].first_droppable();
-  }
-  seq->space = std::move(space);
-  return seq;
+SequencePtr DeviceStore::create(std::shared_ptr<const SpaceLayout> space) {
+  return std::make_shared<HeldSequence>(std::move(space));
 }
 
-Status DeviceStore::check_visible(const DeviceSequence& seq, uint64_t n_tokens,
-                                  uint64_t n_left) const {
-  for (uint32_t list = 0; list < seq.lists.size(); ++list) {
-    const ListLayout& of = seq.space->lists[list];
-    const uint64_t kept_from = seq.lists[list].kept_from;
-    if (n_left <= of.first_droppable()) {
-      continue;  // of these none is dropped
-    }
-    const uint64_t window_begin = n_tokens + 1 > of.n_recent ? n_tokens + 1 - of.n_recent : 0;
-    if (of.n_recent != 0 && kept_from > of.first_droppable() &&
-        std::max(window_begin, of.n_sinks) < kept_from) {
-      return Status(KVM_ERR_PARTIAL, "queries at " + number(n_tokens) + " would see tokens from " +
-                                         number(window_begin) + "; a policy has dropped those to " +
-                                         number(kept_from));
-    }
-  }
-  return Status::ok();
-}
-
-Result<std::shared_ptr<DeviceSequence>> DeviceStore::fork(DeviceSequence& parent,
-                                                          uint64_t n_tokens) {
+Result<SequencePtr> DeviceStore::fork(DeviceSequence& parent, uint64_t n_tokens) {
   KVM_TRY(settle_for_use(&parent));
   if (n_tokens > parent.n_tokens) {
     return Status(KVM_ERR_INVALID, "n_tokens is " + number(n_tokens) + "; the sequence has " +
                                        number(parent.n_tokens));
   }
   if (n_tokens < parent.n_tokens) {
-    KVM_TRY(check_visible(parent, n_tokens, n_tokens));
+    KVM_TRY(parent.check_visible(n_tokens, n_tokens));
   }
-  auto child = std::make_shared<DeviceSequence>(parent);
-  child->n_tokens = n_tokens;
+  auto child = std::make_shared<HeldSequence>(held(parent));
   child->version = 0;
   child->noted_by = nullptr;
-  for (DevicePageList& list : child->lists) {
-    list.pages.resize(div_up(n_tokens, kPageTokens));
+  child->cut(n_tokens, [](PageRef) {});
+  for (const DevicePageList& list : child->lists) {
     for (const PageRef page : list.pages) {
       if (page != kNoPage) {
         pool_->add_ref(page);
       }
     }
   }
-  forget_dropped(child.get());
-  return child;
+  return SequencePtr(std::move(child));
 }
 
 Status DeviceStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
@@ -185,36 +147,14 @@ Status DeviceStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
   if (n_tokens >= seq->n_tokens) {
     return Status::ok();
   }
-  KVM_TRY(check_visible(*seq, n_tokens, n_tokens));
-  const uint64_t n_pages = div_up(n_tokens, kPageTokens);
-  for (DevicePageList& list : seq->lists) {
-    for (uint64_t block = n_pages; block < list.pages.size(); ++block) {
-      release(*seq, list.pages[block]);
-    }
-    list.pages.resize(n_pages);
-  }
-  seq->n_tokens = n_tokens;
-  forget_dropped(seq);
+  KVM_TRY(seq->check_visible(n_tokens, n_tokens));
+  seq->cut(n_tokens, [&](PageRef page) { release(*held(seq), page); });
   mark_changed(seq);
   return Status::ok();
 }
 
-void DeviceStore::mark_changed(DeviceSequence* seq) {
-  ++seq->version;
-  ++n_changes_;
-}
-
-// The dropped tokens lay behind the end: those that come there are others.
-void DeviceStore::forget_dropped(DeviceSequence* seq) const {
-  for (uint32_t list = 0; list < seq->lists.size(); ++list) {
-    const uint64_t first = seq->space->lists[list].first_droppable();
-    if (seq->n_tokens <= first) {
-      seq->lists[list].kept_from = first;
-    }
-  }
-}
-
-void DeviceStore::clear(DeviceSequence* seq) {
+void DeviceStore::clear(DeviceSequence* of) {
+  HeldSequence* const seq = held(of);
   if (seq->moving != nullptr) {
     seq->moving->is_cancelled.store(true, std::memory_order_relaxed);
     seq->moving.reset();
@@ -222,13 +162,8 @@ void DeviceStore::clear(DeviceSequence* seq) {
   for (Booked& booked : booked_) {
     booked.seq = booked.seq == seq ? nullptr : booked.seq;
   }
-  for (DevicePageList& list : seq->lists) {
-    for (const PageRef page : list.pages) {
-      release(*seq, page);
-    }
-    list.pages.clear();
-  }
-  for (const DeviceSequence::Part& part : seq->parts) {
+  seq->cut(0, [&](PageRef page) { release(*seq, page); });
+  for (const HeldSequence::Part& part : seq->parts) {
     // A fetch that still reads it fills pages of this sequence only.
     for (const uint32_t chunk : part.chunks) {
       keep_until(kToHost, part.written, kNoPage, chunk);
@@ -237,14 +172,10 @@ void DeviceStore::clear(DeviceSequence* seq) {
   seq->parts.clear();
   set_on_host(seq, false);
   seq->failure = Status::ok();
-  seq->n_tokens = 0;
   mark_changed(seq);
 }
 
-void DeviceStore::release(const DeviceSequence& seq, PageRef page) {
-  if (page == kNoPage) {
-    return;
-  }
+void DeviceStore::release(const HeldSequence& seq, PageRef page) {
   if (seq.ready == 0 || pool_->n_refs(page) > 1) {
     pool_->release(page);
   } else {
@@ -275,13 +206,13 @@ void DeviceStore::keep_until(Lane lane, uint64_t ticket, PageRef page, uint32_t 
   page != kNoPage ? static_cast<void>(pool_->release(page)) : host_->release(chunk);
 }
 
-void DeviceStore::set_on_host(DeviceSequence* seq, bool on_host) {
+void DeviceStore::set_on_host(HeldSequence* seq, bool on_host) {
   counters_.n_spilled += on_host ? 1 : 0;
   counters_.n_spilled -= seq->on_host ? 1 : 0;
   seq->on_host = on_host;
 }
 
-DeviceStore::Usage DeviceStore::usage(const DeviceSequence& seq) const {
+Result<SequenceStore::Usage> DeviceStore::usage(const DeviceSequence& seq) {
   Usage usage;
   for (const DevicePageList& list : seq.lists) {
     for (const PageRef page : list.pages) {
@@ -292,8 +223,8 @@ DeviceStore::Usage DeviceStore::usage(const DeviceSequence& seq) const {
       }
     }
   }
-  for (const DeviceSequence::Part& part : seq.parts) {
-    for (const DeviceSequence::HostPage& place : part.places) {
+  for (const HeldSequence::Part& part : held(seq).parts) {
+    for (const HeldSequence::HostPage& place : part.places) {
       ++usage.n_pages;
       usage.host_bytes += pool_->slab_page_bytes(place.slab);
     }
@@ -302,27 +233,7 @@ DeviceStore::Usage DeviceStore::usage(const DeviceSequence& seq) const {
   return usage;
 }
 
-uint64_t DeviceStore::n_dropped(const DeviceSequence& seq) const {
-  uint64_t n = 0;
-  for (uint32_t list = 0; list < seq.lists.size(); ++list) {
-    const ListLayout& of = seq.space->lists[list];
-    n += (seq.lists[list].kept_from - of.first_droppable()) * of.n_layers;
-  }
-  return n;
-}
-
 // --- Growth -------------------------------------------------------------------------------------
-
-Status DeviceStore::check_growth(const Growth& growth) const {
-  const DeviceSequence& seq = *growth.seq;
-  const uint64_t n_after = seq.n_tokens + growth.n_append;
-  if (growth.n_query > n_after) {
-    return Status(KVM_ERR_INVALID, "n_query is " + number(growth.n_query) + "; the sequence has " +
-                                       number(n_after) + " tokens after the append");
-  }
-  // The first row sees most.
-  return growth.n_query == 0 ? Status::ok() : check_visible(seq, n_after - growth.n_query, n_after);
-}
 
 Status DeviceStore::begin_growth(std::span<const Growth> growths, Stream stream) {
   KVM_ASSERT(grown_.empty() && changes_.empty());
@@ -330,15 +241,15 @@ Status DeviceStore::begin_growth(std::span<const Growth> growths, Stream stream)
     KVM_TRY(settle_for_use(growth.seq));
   }
   for (const Growth& growth : growths) {
-    KVM_TRY(check_growth(growth));
+    KVM_TRY(growth.check());
   }
   collect_fences();
   // Also where there is no memory for the lists.
   Undo undoing([this] { undo_growth(); });
   for (const Growth& growth : growths) {
-    DeviceSequence* const seq = growth.seq;
+    HeldSequence* const seq = held(growth.seq);
     KVM_TRY(await_pages(seq, stream));
-    grown_.push_back({growth, seq->n_tokens, seq->version});
+    grown_.push_back({growth, seq->n_tokens});
     KVM_TRY(reserve_pages(growth, stream));
     seq->n_tokens += growth.n_append;
   }
@@ -390,7 +301,8 @@ Status DeviceStore::pages_of_list(const Growth& growth, uint32_t list, Stream st
 
 void DeviceStore::finish_growth() {
   for (const Grown& grown : grown_) {
-    drop_unseen(grown.growth, grown.n_before);
+    grown.growth.drop_unseen(grown.n_before,
+                             [&](PageRef page) { release(*held(grown.growth.seq), page); });
     mark_changed(grown.growth.seq);
   }
   changes_.clear();
@@ -413,28 +325,6 @@ void DeviceStore::undo_growth() {
   }
   changes_.clear();
   grown_.clear();
-}
-
-// Pages that no later query sees go back. Those that were begun in this growth stay until the next:
-// the rows of its tokens are not enqueued yet.
-void DeviceStore::drop_unseen(const Growth& growth, uint64_t n_before) {
-  DeviceSequence* const seq = growth.seq;
-  const uint64_t n = seq->n_tokens;
-  for (uint32_t list = 0; list < seq->lists.size(); ++list) {
-    const ListLayout& of = seq->space->lists[list];
-    const uint64_t behind = std::max<uint64_t>({growth.n_query, of.slack + 1, 1});
-    const uint64_t first_query = n > behind ? n - behind : 0;
-    if (of.n_recent == 0 || first_query + 1 <= of.n_recent) {
-      continue;
-    }
-    const uint64_t end =
-        std::min((first_query + 1 - of.n_recent) / kPageTokens, n_before / kPageTokens);
-    DevicePageList& lies = seq->lists[list];
-    for (uint64_t block = lies.kept_from / kPageTokens; block < end; ++block) {
-      release(*seq, std::exchange(lies.pages[block], kNoPage));
-    }
-    lies.kept_from = std::max(lies.kept_from, end * kPageTokens);
-  }
 }
 
 // --- Between device and host --------------------------------------------------------------------
@@ -495,9 +385,9 @@ void DeviceStore::collect_fences() {
     if (!mover_->is_enqueued(*booked.move)) {
       return false;
     }
-    DeviceSequence* const seq = booked.seq;
+    HeldSequence* const seq = booked.seq;
     if (seq != nullptr && seq->moving == booked.move) {
-      for (DeviceSequence::Part& part : seq->parts) {
+      for (HeldSequence::Part& part : seq->parts) {
         part.pages = {};
       }
       seq->moving.reset();
@@ -527,14 +417,14 @@ void DeviceStore::take_back_failed() {
 }
 
 void DeviceStore::take_back(Booked* booked, uint64_t good, const Status& why) {
-  DeviceSequence* const seq = booked->seq;
+  HeldSequence* const seq = booked->seq;
   if (booked->move->lane == kToHost) {
-    std::erase_if(seq->parts, [&](const DeviceSequence::Part& part) {
+    std::erase_if(seq->parts, [&](const HeldSequence::Part& part) {
       if (part.written <= good) {
         return false;
       }
       for (size_t i = 0; i < part.places.size(); ++i) {
-        const DeviceSequence::HostPage& place = part.places[i];
+        const HeldSequence::HostPage& place = part.places[i];
         seq->lists[place.list].pages[place.block] = part.pages[i];
         pool_->add_ref(part.pages[i]);  // the fence, or who took the page from it, has another
         counters_.spilled_bytes -= pool_->slab_page_bytes(place.slab);
@@ -547,11 +437,11 @@ void DeviceStore::take_back(Booked* booked, uint64_t good, const Status& why) {
     set_on_host(seq, !seq->parts.empty());
   } else {
     for (size_t i = 0; i < booked->parts.size(); ++i) {
-      DeviceSequence::Part& part = booked->parts[i];
+      HeldSequence::Part& part = booked->parts[i];
       if (booked->ticket_of_part(i) <= good) {
         continue;
       }
-      for (const DeviceSequence::HostPage& place : part.places) {
+      for (const HeldSequence::HostPage& place : part.places) {
         pool_->release(std::exchange(seq->lists[place.list].pages[place.block], kNoPage));
         counters_.fetched_bytes -= pool_->slab_page_bytes(place.slab);
       }
@@ -566,7 +456,7 @@ void DeviceStore::take_back(Booked* booked, uint64_t good, const Status& why) {
   mark_changed(seq);
 }
 
-Status DeviceStore::settle(DeviceSequence* seq) {
+Status DeviceStore::settle(HeldSequence* seq) {
   if (seq->moving != nullptr) {
     mover_->finish(*seq->moving);
     collect_fences();
@@ -574,7 +464,8 @@ Status DeviceStore::settle(DeviceSequence* seq) {
   return std::exchange(seq->failure, Status::ok());
 }
 
-Status DeviceStore::settle_for_use(DeviceSequence* seq) {
+Status DeviceStore::settle_for_use(DeviceSequence* of) {
+  HeldSequence* const seq = held(of);
   const bool leaves =
       seq->moving != nullptr && seq->moving->lane == kToHost && !mover_->is_failed();
   if (!leaves) {
@@ -584,7 +475,7 @@ Status DeviceStore::settle_for_use(DeviceSequence* seq) {
                       : Status::ok();
 }
 
-Status DeviceStore::await_pages(DeviceSequence* seq, Stream stream) {
+Status DeviceStore::await_pages(HeldSequence* seq, Stream stream) {
   if (seq->ready != 0 && !mover_->is_done(kToDevice, seq->ready)) {
     KVM_TRY(mover_->wait(stream, kToDevice, seq->ready));
   }
@@ -592,27 +483,52 @@ Status DeviceStore::await_pages(DeviceSequence* seq, Stream stream) {
   return Status::ok();
 }
 
-DeviceStore::Residence DeviceStore::residence(DeviceSequence* seq) {
+bool DeviceStore::is_moving(const DeviceSequence& seq, bool also_spills) const {
+  const MovePtr& move = held(seq).moving;
+  return move != nullptr && (also_spills || move->lane == kToDevice) && !mover_->is_failed() &&
+         !mover_->is_enqueued(*move);
+}
+
+SequenceStore::Wait DeviceStore::moves_of(std::span<DeviceSequence* const> seqs, bool also_spills) {
+  std::vector<MovePtr> moves;
+  for (size_t i = 0; !booked_.empty() && i < seqs.size(); ++i) {
+    if (is_moving(*seqs[i], also_spills)) {
+      moves.push_back(held(seqs[i])->moving);
+    }
+  }
+  if (moves.empty()) {
+    return nullptr;
+  }
+  return [mover = mover_.get(), moves = std::move(moves)] {
+    for (const MovePtr& move : moves) {
+      mover->finish(*move);
+    }
+  };
+}
+
+Result<SequenceStore::Residence> DeviceStore::residence(DeviceSequence* of) {
+  HeldSequence* const seq = held(of);
   collect_fences();
   Residence is;
   is.on_host = seq->on_host;
+  is.failure = seq->failure.code();
   for (const DevicePageList& list : seq->lists) {
     for (const PageRef page : list.pages) {
       is.n_pages += page != kNoPage ? 1 : 0;
     }
   }
-  for (const DeviceSequence::Part& part : seq->parts) {
+  for (const HeldSequence::Part& part : seq->parts) {
     is.n_host_pages += part.places.size();
   }
   for (const Booked& booked : booked_) {
     if (booked.seq != seq) {
       continue;
     }
-    is.lane = booked.move->lane;
-    const uint64_t n_enqueued = mover_->n_enqueued(is.lane);
-    for (const DeviceSequence::Part& part : seq->parts) {
-      is.n_waiting_pages +=
-          is.lane == kToHost && part.written > n_enqueued ? part.places.size() : 0;
+    const Lane lane = booked.move->lane;
+    is.leaves = lane == kToHost;
+    const uint64_t n_enqueued = mover_->n_enqueued(lane);
+    for (const HeldSequence::Part& part : seq->parts) {
+      is.n_waiting_pages += is.leaves && part.written > n_enqueued ? part.places.size() : 0;
     }
     for (size_t i = 0; i < booked.parts.size(); ++i) {
       is.n_waiting_pages +=
@@ -661,7 +577,8 @@ uint32_t DeviceStore::take_chunk(Tickets* after) {
   return 0;
 }
 
-Status DeviceStore::spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream) {
+Status DeviceStore::spill(DeviceSequence* of_seq, uint64_t begin, uint64_t end, Stream stream) {
+  HeldSequence* const seq = held(of_seq);
   KVM_TRY(not_captured(stream));
   KVM_TRY(settle(seq));
   collect_fences();
@@ -669,7 +586,7 @@ Status DeviceStore::spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Str
   const uint64_t first = div_up(std::min(begin, seq->n_tokens), kPageTokens);
   const uint64_t last = to_the_end ? div_up(seq->n_tokens, kPageTokens) : end / kPageTokens;
   // Packed one behind the other; what forks share stays.
-  std::vector<DeviceSequence::Part> parts;
+  std::vector<HeldSequence::Part> parts;
   std::list<Mover::Job> job(1);
   std::vector<Mover::Piece>& pieces = job.front().pieces;
   uint64_t filled = 0, room = 0, n_bytes = 0, n_chunks = 0;
@@ -713,7 +630,7 @@ Status DeviceStore::spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Str
     return Status::ok();
   }
   for (size_t i = 0; i < parts.size(); ++i) {
-    const DeviceSequence::HostPage& end_page = parts[i].places.back();
+    const HeldSequence::HostPage& end_page = parts[i].places.back();
     parts[i].chunks.resize(
         div_up(end_page.offset + pool_->slab_page_bytes(end_page.slab), kChunkBytes));
     pieces[i].chunks.resize(parts[i].chunks.size());
@@ -739,14 +656,14 @@ Status DeviceStore::spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Str
   }
   unfencing.dismiss();
   for (size_t i = 0; i < parts.size(); ++i) {
-    DeviceSequence::Part& part = parts[i];
+    HeldSequence::Part& part = parts[i];
     pieces[i].after[kToDevice] = seq->ready;
     for (size_t c = 0; c < part.chunks.size(); ++c) {
       part.chunks[c] = take_chunk(&pieces[i].after);
       pieces[i].chunks[c] = host_->data(part.chunks[c]);
     }
     part.written = first_ticket + i;
-    for (const DeviceSequence::HostPage& place : part.places) {
+    for (const HeldSequence::HostPage& place : part.places) {
       seq->lists[place.list].pages[place.block] = kNoPage;
     }
     seq->parts.push_back(std::move(part));
@@ -760,13 +677,13 @@ Status DeviceStore::spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Str
   return Status::ok();
 }
 
-Status DeviceStore::take_pages(std::span<const DeviceSequence::Part> parts, Stream stream,
+Status DeviceStore::take_pages(std::span<const HeldSequence::Part> parts, Stream stream,
                                std::vector<Taken>* taken) {
   // Places in `taken` that the pool had nothing for, by slab, the first one last.
   std::vector<std::vector<size_t>> lacking(pool_->n_slabs());
   std::vector<uint32_t> slabs;
-  for (const DeviceSequence::Part& part : parts) {
-    for (const DeviceSequence::HostPage& place : part.places) {
+  for (const HeldSequence::Part& part : parts) {
+    for (const HeldSequence::HostPage& place : part.places) {
       slabs.push_back(place.slab);
     }
   }
@@ -827,20 +744,21 @@ void DeviceStore::give_back(std::span<const Taken> taken) {
   }
 }
 
-Status DeviceStore::fetch(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream) {
+Status DeviceStore::fetch(DeviceSequence* of_seq, uint64_t begin, uint64_t end, Stream stream) {
+  HeldSequence* const seq = held(of_seq);
   KVM_TRY(not_captured(stream));
   KVM_TRY(settle(seq));
   collect_fences();
   const auto comes = [first = begin / kPageTokens,
                       last = div_up(std::min(end, seq->n_tokens), kPageTokens)](
-                         const DeviceSequence::HostPage& place) {
+                         const HeldSequence::HostPage& place) {
     return place.block >= first && place.block < last;
   };
-  std::vector<DeviceSequence::Part> parts;
+  std::vector<HeldSequence::Part> parts;
   std::vector<size_t> from;  // of seq->parts
   for (size_t i = 0; i < seq->parts.size(); ++i) {
-    const DeviceSequence::Part& part = seq->parts[i];
-    DeviceSequence::Part coming{part.chunks, part.written, {}, {}};
+    const HeldSequence::Part& part = seq->parts[i];
+    HeldSequence::Part coming{part.chunks, part.written, {}, {}};
     std::copy_if(part.places.begin(), part.places.end(), std::back_inserter(coming.places), comes);
     if (!coming.places.empty()) {
       parts.push_back(std::move(coming));
@@ -863,14 +781,14 @@ Status DeviceStore::fetch(DeviceSequence* seq, uint64_t begin, uint64_t end, Str
   std::list<Mover::Job> job(1);
   job.front().move = move;
   size_t next = 0;
-  for (const DeviceSequence::Part& part : parts) {
+  for (const HeldSequence::Part& part : parts) {
     Mover::Piece piece;
     for (const uint32_t chunk : part.chunks) {
       piece.chunks.push_back(host_->data(chunk));
     }
     piece.after[kToHost] = part.written;
     uint64_t end_of_run = 0;
-    for (const DeviceSequence::HostPage& place : part.places) {
+    for (const HeldSequence::HostPage& place : part.places) {
       const Taken& page = taken[next++];
       const uint64_t size = pool_->slab_page_bytes(place.slab);
       if (piece.runs.empty() || piece.runs.back().page_bytes != size ||
@@ -900,15 +818,15 @@ Status DeviceStore::fetch(DeviceSequence* seq, uint64_t begin, uint64_t end, Str
   giving_back.dismiss();
   next = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
-    DeviceSequence::Part& rest = seq->parts[from[i]];
-    for (const DeviceSequence::HostPage& place : parts[i].places) {
+    HeldSequence::Part& rest = seq->parts[from[i]];
+    for (const HeldSequence::HostPage& place : parts[i].places) {
       seq->lists[place.list].pages[place.block] = taken[next++].page;
       seq->changed_from = std::min<uint64_t>(seq->changed_from, place.block);
       counters_.fetched_bytes += pool_->slab_page_bytes(place.slab);
     }
     std::erase_if(rest.places, comes);
   }
-  std::erase_if(seq->parts, [](const DeviceSequence::Part& part) { return part.places.empty(); });
+  std::erase_if(seq->parts, [](const HeldSequence::Part& part) { return part.places.empty(); });
   booked_.push_back({move, seq, std::move(parts)});
   seq->moving = move;
   mover_->submit(std::move(job));
@@ -932,13 +850,13 @@ void DeviceStore::check_accounts(std::span<const DeviceSequence* const> all) con
         n_refs[page] += page == kNoPage ? 0 : 1;
       }
     }
-    for (const DeviceSequence::Part& part : seq->parts) {
-      KVM_ASSERT(seq->on_host && !part.places.empty());
+    for (const HeldSequence::Part& part : held(*seq).parts) {
+      KVM_ASSERT(held(*seq).on_host && !part.places.empty());
       for (const uint32_t chunk : part.chunks) {
         ++n_chunk_refs[chunk];
       }
     }
-    n_on_host += seq->on_host ? 1 : 0;
+    n_on_host += held(*seq).on_host ? 1 : 0;
   }
   for (const std::deque<Fence>& fences : fences_) {
     for (const Fence& fence : fences) {

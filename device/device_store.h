@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeviceStore: the sequences whose pages lie in one device's memory, and their moves to the host
-// and back.
+// DeviceStore: the books of the sequences whose pages lie in one device's memory, and their moves
+// to the host and back. Sequences that it gets must be its own.
 //
 // Everything here is bookkeeping on the host, done when a call is made, and copies that are
 // enqueued. It relies on one timeline (kvm_cuda.h): what is enqueued later is done later. So a page
@@ -17,7 +17,7 @@
 // that names the sequence says why. Since every piece behind a failure fails, no copy into a page
 // or a chunk that has been taken back is ever enqueued.
 //
-// Threads: one at a time.  Fails: with the codes of kvm_cuda.h; what fails has changed nothing.
+// Threads: one at a time.
 #ifndef KVM_DEVICE_DEVICE_STORE_H_
 #define KVM_DEVICE_DEVICE_STORE_H_
 
@@ -35,80 +35,16 @@
 #include "device/host_chunks.h"
 #include "device/mover.h"
 #include "device/page_pool.h"
+#include "device/sequence_store.h"
 #include "tiers/slab_class.h"
 
 namespace kvm::device {
 
-// A ClassLayout is of heads of a layer that keep the same tokens: sinks and a window, or all
-// (n_recent = 0).
-struct ClassLayout {
-  std::vector<uint16_t> kv_heads;  // ascending
-  uint64_t n_sinks = 0;
-  uint64_t n_recent = 0;
-  uint64_t slack = 0;
-  // Filled in by DeviceStore::prepare: the list of the class's pages, and the layer's rank in each.
-  uint32_t list = 0;
-  uint32_t rank = 0;
-};
+// What a DeviceStore has of a sequence: its pages, or where they are on the host.
+struct HeldSequence final : DeviceSequence {
+  using DeviceSequence::DeviceSequence;
+  HeldSequence(const HeldSequence&) = default;
 
-// A ListLayout is of pages that several layers share: those that have a class of as many heads that
-// keep the same tokens. A page holds 64 tokens of all of them, a part for each layer, one behind
-// the other (ADR 0031). So what a step does to pages and page tables it does once for all layers.
-struct ListLayout {
-  static constexpr uint32_t kNoSlab = UINT32_MAX;
-  uint32_t n_heads = 0;
-  uint64_t n_sinks = 0;
-  uint64_t n_recent = 0;
-  uint64_t slack = 0;
-  uint32_t n_layers = 0;
-  uint64_t layer_bytes = 0;  // docs/storage.md: a page of one layer
-  uint32_t slab = kNoSlab;
-
-  // Tokens before it are never dropped.
-  uint64_t first_droppable() const;
-};
-
-struct LayerLayout {
-  bool has_keys = true;        // false: ABSENT
-  uint32_t storage_layer = 0;  // itself, or the one whose keys it reads
-  uint32_t n_q_heads = 0;
-  uint32_t n_kv_heads = 0;
-  uint64_t window = 0;               // 0: all
-  std::vector<ClassLayout> classes;  // of layers that store keys themselves
-  std::vector<float> sink_logits;    // [q head], or empty: AttendTensors::sink_logits
-
-  uint32_t group() const { return n_q_heads / n_kv_heads; }
-};
-
-struct SpaceLayout {
-  CodecId codec = CodecId::kBf16;  // of K and V; attention::gpu::is_on_devices
-  uint32_t dim = 0;                // is_head_dim_on_devices
-  float scale = 1.0f;
-  float softcap = 0.0f;  // of logits; 0: none
-  std::vector<LayerLayout> layers;
-  std::vector<ListLayout> lists;  // filled in by DeviceStore::prepare
-
-  const LayerLayout& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
-  // How a layer's part of a page lies, with so many heads.
-  tiers::SlabClass slab_class(uint32_t n_heads) const;
-};
-
-// A DevicePageList holds the pages of one ListLayout.
-struct DevicePageList {
-  std::vector<tiers::PageRef> pages;  // [block of 64 positions]; kNoPage: dropped, or on the host
-  uint64_t kept_from = 0;             // positions from the sinks' pages up to here are dropped
-};
-
-// A DeviceSequence is the tokens of one sequence in a DeviceStore: its pages, or where they are on
-// the host.
-struct DeviceSequence {
-  std::shared_ptr<const SpaceLayout> space;
-  uint64_t n_tokens = 0;  // of every layer
-  std::vector<DevicePageList> lists;
-  uint64_t version = 0;  // changes with everything that a batch must know of
-  // The batch whose page table is right up to the block changed_from, or null.
-  const void* noted_by = nullptr;
-  uint64_t changed_from = 0;
   uint64_t ready = 0;  // kToDevice: copies into its pages; 0: none are under way, or waited for
 
   // Pages that lie on the host, packed in one chunk, or in several where one has no room for any.
@@ -135,89 +71,59 @@ struct DeviceStoreOptions {
   uint64_t host_bytes = 0;
 };
 
-struct DeviceStoreCounters {
-  uint64_t n_pages_copied = 0;
-  uint64_t n_spilled = 0;  // at present
-  uint64_t spilled_bytes = 0;
-  uint64_t fetched_bytes = 0;
-  uint64_t n_copies = 0;
-};
-
-class DeviceStore {
+class DeviceStore final : public SequenceStore {
  public:
   // Fails: NO_MEMORY, DEVICE.
   static Result<std::unique_ptr<DeviceStore>> open(std::unique_ptr<Driver> driver,
                                                    const DeviceStoreOptions& options);
+  // Over a driver without kernels.
+  static Result<std::unique_ptr<DeviceStore>> open_without_kernels(
+      std::unique_ptr<MemoryDriver> driver, const DeviceStoreOptions& options);
   // Waits for the device.
-  ~DeviceStore();
+  ~DeviceStore() override;
   DeviceStore(const DeviceStore&) = delete;
   DeviceStore& operator=(const DeviceStore&) = delete;
 
-  // Completes a layout: slabs and lists. Fails: LIMIT, NO_SPACE, DEVICE, UNSUPPORTED (pages of 4
-  // GiB and more).
-  Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout);
+  // --- SequenceStore ----------------------------------------------------------------------------
+  Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout) override;
+  SlabPlace slab(uint32_t slab) const override {
+    return {pool_->base(slab), pool_->slab_page_bytes(slab), pool_->slab_slots(slab)};
+  }
+  SequencePtr create(std::shared_ptr<const SpaceLayout> space) override;
+  Result<SequencePtr> fork(DeviceSequence& parent, uint64_t n_tokens) override;
+  Status truncate(DeviceSequence* seq, uint64_t n_tokens) override;
+  void clear(DeviceSequence* seq) override;
+  Status spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream) override;
+  Status fetch(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream) override;
+  Wait moves_of(std::span<DeviceSequence* const> seqs, bool also_spills) override;
+  void finish_moves() override;
+  Status begin_growth(std::span<const Growth> growths, Stream stream) override;
+  void finish_growth() override;
+  void undo_growth() override;
+  Result<Usage> usage(const DeviceSequence& seq) override;
+  // Takes back what has failed.
+  Result<Residence> residence(DeviceSequence* seq) override;
+  Result<Figures> figures() override;
 
-  std::shared_ptr<DeviceSequence> create(std::shared_ptr<const SpaceLayout> space);
-  // Fails: INVALID, PARTIAL, BUSY (on the host).
-  Result<std::shared_ptr<DeviceSequence>> fork(DeviceSequence& parent, uint64_t n_tokens);
-  Status truncate(DeviceSequence* seq, uint64_t n_tokens);
-  // Gives everything back.
-  void clear(DeviceSequence* seq);
-
-  // Of positions [begin, end): pages that lie in there with all their tokens and are not shared go
-  // to the host; or pages of which any token lies in there come back.
-  Status spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream);
-  Status fetch(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream);
-  // Returns when all moves are enqueued; waits for the device as long as that takes.
-  void finish_moves();
-
-  // A Growth is what a step does to one sequence.
-  struct Growth {
+  // --- Of books that are kept for others (device/store_server.h) ---------------------------------
+  // Waits until the sequence can be used, but for copies that a stream can wait for.
+  // Fails: BUSY (on the host); why a move was taken back, once.
+  Status settle_for_use(DeviceSequence* seq);
+  // Whether the last move of the sequence is not enqueued yet.
+  bool is_moving(const DeviceSequence& seq, bool also_spills) const;
+  // (list, block) and the page it has now: those of the last begin_growth, or the undoing of none.
+  struct Change {
     DeviceSequence* seq = nullptr;
-    uint32_t n_append = 0;
-    uint32_t n_query = 0;  // the last tokens after the append
+    uint32_t list = 0;
+    uint32_t block = 0;
+    tiers::PageRef before = tiers::kNoPage;  // kNoPage: the block is new
   };
-  // Lengthens sequences, each at most once, in two halves. begin_growth reserves pages, enqueues
-  // copies of shared pages that will be written, and waits, on the stream, for copies of its own
-  // that the sequences need; lists and lengths are new then. finish_growth drops what policies
-  // drop; undo_growth makes all as it was before. One growth at a time.
-  Status begin_growth(std::span<const Growth> growths, Stream stream);
-  void finish_growth();
-  void undo_growth();
+  std::span<const Change> changes() const { return changes_; }
 
-  // Usage is the bytes of pages that the sequence refers to, and of those of them that others hold
-  // too.
-  struct Usage {
-    uint64_t n_pages = 0;
-    uint64_t bytes = 0;
-    uint64_t bytes_shared = 0;
-    uint64_t host_bytes = 0;
-  };
-  Usage usage(const DeviceSequence& seq) const;
-  // Residence is where pages are, as far as moves are booked, and how many of the last move still
-  // wait for their copies. Takes back what has failed.
-  struct Residence {
-    bool on_host = false;
-    Lane lane = kToHost;  // of the last move
-    uint64_t n_pages = 0;
-    uint64_t n_host_pages = 0;
-    uint64_t n_waiting_pages = 0;
-  };
-  Residence residence(DeviceSequence* seq);
-  // Whether there are moves that are not enqueued, or not known to be.
-  bool has_moves() const { return !booked_.empty(); }
-  // (list, token) that policies have dropped.
-  uint64_t n_dropped(const DeviceSequence& seq) const;
-
-  Driver& driver() { return *driver_; }
+  // --- For tests and figures ---------------------------------------------------------------------
   PagePool& pool() { return *pool_; }
   HostChunks& host() { return *host_; }
   Mover* mover() { return mover_.get(); }  // null: there is no room on the host
-  DeviceStoreCounters counters() const;
-  // Changes with the version of any sequence.
-  uint64_t n_changes() const { return n_changes_; }
-  // An event that nobody uses. Fails: DEVICE.
-  Result<EventPtr> new_event() { return events_->take(); }
 
   // Compares all references with the accounts and aborts where they disagree. REQUIRES: `all` is
   // every sequence, and no growth is begun.
@@ -233,8 +139,8 @@ class DeviceStore {
   // A Booked move is one that may still fail.
   struct Booked {
     MovePtr move;
-    DeviceSequence* seq = nullptr;            // null: gone
-    std::vector<DeviceSequence::Part> parts;  // kToDevice: what the host had, by tickets
+    HeldSequence* seq = nullptr;            // null: gone
+    std::vector<HeldSequence::Part> parts;  // kToDevice: what the host had, by tickets
     uint64_t ticket_of_part(size_t part) const { return move->first + part; }
   };
   // A page for a fetch, and from which fence it was taken.
@@ -243,17 +149,13 @@ class DeviceStore {
     Lane lane = kToHost;
     uint64_t ticket = 0;  // 0: of none
   };
-  // A Change is one of those that begin_growth has made.
-  struct Change {
-    DeviceSequence* seq = nullptr;
-    uint32_t list = 0;
-    uint32_t block = 0;
-    tiers::PageRef before = tiers::kNoPage;  // kNoPage: the block is new
-  };
-
-  DeviceStore(std::unique_ptr<Driver> driver, const DeviceStoreOptions& options);
+  // `kernels`: the same driver, or null.
+  DeviceStore(std::unique_ptr<MemoryDriver> driver, Driver* kernels,
+              const DeviceStoreOptions& options);
+  static Result<std::unique_ptr<DeviceStore>> open_over(std::unique_ptr<MemoryDriver> driver,
+                                                        Driver* kernels,
+                                                        const DeviceStoreOptions& options);
   Status init(const DeviceStoreOptions& options);
-  Status check_growth(const Growth& growth) const;
   Status reserve_pages(const Growth& growth, Stream stream);
   Status pages_of_list(const Growth& growth, uint32_t list, Stream stream);
   // A page for the timeline. Where only moves that are not enqueued leave one, waits for these.
@@ -265,32 +167,25 @@ class DeviceStore {
   void take_back(Booked* booked, uint64_t good, const Status& why);
   void open_fence(const Fence& fence);
   // Waits until the sequence's moves are enqueued, and says once why one of them failed.
-  Status settle(DeviceSequence* seq);
-  // The same for whoever uses its pages, which need not wait for those that leave.
-  // Fails: BUSY (on the host), and as settle.
-  Status settle_for_use(DeviceSequence* seq);
+  Status settle(HeldSequence* seq);
   // Makes the stream wait for copies into the sequence's pages.
-  Status await_pages(DeviceSequence* seq, Stream stream);
+  Status await_pages(HeldSequence* seq, Stream stream);
   // Gives a page or a chunk back when the ticket is done.
   void keep_until(Lane lane, uint64_t ticket, tiers::PageRef page, uint32_t chunk);
   // Drops a sequence's reference; a copy may still be under way into the page.
-  void release(const DeviceSequence& seq, tiers::PageRef page);
-  void set_on_host(DeviceSequence* seq, bool on_host);
-  void drop_unseen(const Growth& growth, uint64_t n_before);
-  // Checks that queries at n_tokens and later see only what is there of the first n_left tokens.
-  Status check_visible(const DeviceSequence& seq, uint64_t n_tokens, uint64_t n_left) const;
-  void forget_dropped(DeviceSequence* seq) const;
-  void mark_changed(DeviceSequence* seq);
+  void release(const HeldSequence& seq, tiers::PageRef page);
+  void set_on_host(HeldSequence* seq, bool on_host);
   Status not_captured(Stream stream);
   uint64_t n_chunks_to_take() const;
   // REQUIRES: there are as many. A piece that uses one waits for its ticket in *after.
   uint32_t take_chunk(Tickets* after);
-  Status take_pages(std::span<const DeviceSequence::Part> parts, Stream stream,
+  Status take_pages(std::span<const HeldSequence::Part> parts, Stream stream,
                     std::vector<Taken>* taken);
   void give_back(std::span<const Taken> taken);
   Result<EventPtr> record_now(Stream stream);
 
-  std::unique_ptr<Driver> driver_;
+  std::unique_ptr<MemoryDriver> driver_;
+  Driver* const kernels_;
   std::unique_ptr<EventPool> events_;
   std::shared_ptr<PagePool> pool_;  // layouts give their slabs back to it, if it is still there
   std::unique_ptr<HostChunks> host_;
@@ -302,11 +197,15 @@ class DeviceStore {
   struct Grown {
     Growth growth;
     uint64_t n_before = 0;
-    uint64_t version_before = 0;
   };
   std::vector<Grown> grown_;
-  DeviceStoreCounters counters_;
-  uint64_t n_changes_ = 0;
+  struct Counters {
+    uint64_t n_pages_copied = 0;
+    uint64_t n_spilled = 0;  // at present
+    uint64_t spilled_bytes = 0;
+    uint64_t fetched_bytes = 0;
+  };
+  Counters counters_;
 };
 
 }  // namespace kvm::device

@@ -21,6 +21,7 @@
 
 #include "attention/cuda/params.h"
 #include "base/status.h"
+#include "ipc/fd.h"
 
 namespace kvm::device {
 
@@ -37,9 +38,11 @@ struct DriverFacts {
   bool moves_in_a_thread = true;
 };
 
-class Driver {
+// A MemoryDriver is what a process needs of a device to keep memory there: no kernels. kvmd has one
+// for each client whose memory it keeps (device/client_driver.h).
+class MemoryDriver {
  public:
-  virtual ~Driver() = default;
+  virtual ~MemoryDriver() = default;
 
   virtual const DriverFacts& facts() const = 0;
 
@@ -51,7 +54,7 @@ class Driver {
   // REQUIRES: both numbers are multiples of the granularity; nothing is mapped there.
   // Fails: NO_SPACE (the device has none left), DEVICE.
   virtual Status map(uint8_t* at, uint64_t size_bytes) = 0;
-  // REQUIRES: as mapped; no enqueued work uses it.
+  // REQUIRES: as mapped, by whichever function; no enqueued work uses it.
   virtual void unmap(uint8_t* at, uint64_t size_bytes) = 0;
 
   // Memory of the device, aligned to 256 bytes. Fails: NO_SPACE, DEVICE.
@@ -75,11 +78,34 @@ class Driver {
   // Says whether the event, as recorded last, has happened. An event never recorded has.
   virtual Result<bool> is_done(Event event) = 0;
   virtual Status synchronize(Event event) = 0;
+  virtual Status synchronize_stream(Stream stream) = 0;
   virtual Status synchronize_device() = 0;
   virtual Result<bool> is_capturing(Stream stream) = 0;
 
   // Between device memory and device memory or registered host memory.
   virtual Status copy(void* to, const void* from, uint64_t size_bytes, Stream stream) = 0;
+};
+
+class Driver : public MemoryDriver {
+ public:
+  // --- Memory that several processes map, and their order -------------------------------------
+
+  // As map, with memory of zeros that drivers of other processes can map, too: whoever has the
+  // descriptor. The memory is there as long as somebody maps it or has a descriptor of it.
+  virtual Result<ipc::Fd> map_shared(uint8_t* at, uint64_t size_bytes) = 0;
+  // As map, with what another driver of the same device has mapped so. The descriptor stays the
+  // caller's.  Fails: DEVICE.
+  virtual Status map_from(uint8_t* at, uint64_t size_bytes, const ipc::Fd& memory) = 0;
+  // Words lie in registered memory of the host, aligned to 8 bytes; every process that has it
+  // registered may write and await them, and so may its threads, as atomics.
+  //
+  // When the stream comes to it, *word becomes value, visible to all behind everything that was
+  // enqueued before.
+  virtual Status write_word(uint64_t* word, uint64_t value, Stream stream) = 0;
+  // What is enqueued from now on waits until *word - value, as a signed number, is not negative.
+  virtual Status wait_word(const uint64_t* word, uint64_t value, Stream stream) = 0;
+
+  // --- Kernels ----------------------------------------------------------------------------------
 
   // Blocks of the kernel that run at once on the whole device, at least 1.
   virtual Result<uint32_t> decode_blocks(const attention::gpu::DecodeKernel& kernel) = 0;

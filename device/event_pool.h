@@ -18,7 +18,7 @@ using EventPtr = std::shared_ptr<void>;
 
 class EventPool {
  public:
-  explicit EventPool(Driver* driver) : driver_(driver) {}
+  explicit EventPool(MemoryDriver* driver) : driver_(driver) {}
   // REQUIRES: nobody holds an event.
   ~EventPool() {
     for (const Event event : free_) {
@@ -49,7 +49,7 @@ class EventPool {
   }
 
  private:
-  Driver* const driver_;
+  MemoryDriver* const driver_;
   std::mutex mutex_;
   std::vector<Event> free_;
   size_t n_events_ = 0;  // that there are

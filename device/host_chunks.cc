@@ -19,7 +19,7 @@ static_assert(kRegisteredAtOnce % kChunkBytes == 0);
 
 }  // namespace
 
-Result<std::unique_ptr<HostChunks>> HostChunks::create(Driver* driver, uint64_t size_bytes) {
+Result<std::unique_ptr<HostChunks>> HostChunks::create(MemoryDriver* driver, uint64_t size_bytes) {
   std::unique_ptr<HostChunks> chunks(new HostChunks(driver, round_up(size_bytes, kChunkBytes)));
   const uint64_t all = chunks->size_bytes_;
   if (all == 0) {

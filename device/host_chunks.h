@@ -21,7 +21,7 @@ class HostChunks {
  public:
   // size_bytes is rounded up to chunks; 0: there are none. `driver` must outlive it.
   // Fails: NO_MEMORY, DEVICE.
-  static Result<std::unique_ptr<HostChunks>> create(Driver* driver, uint64_t size_bytes);
+  static Result<std::unique_ptr<HostChunks>> create(MemoryDriver* driver, uint64_t size_bytes);
   // REQUIRES: no enqueued work uses a chunk.
   ~HostChunks();
   HostChunks(const HostChunks&) = delete;
@@ -38,9 +38,10 @@ class HostChunks {
   uint8_t* data(uint32_t chunk) const { return memory_ + chunk * kChunkBytes; }
 
  private:
-  HostChunks(Driver* driver, uint64_t size_bytes) : driver_(driver), size_bytes_(size_bytes) {}
+  HostChunks(MemoryDriver* driver, uint64_t size_bytes)
+      : driver_(driver), size_bytes_(size_bytes) {}
 
-  Driver* const driver_;
+  MemoryDriver* const driver_;
   const uint64_t size_bytes_;
   uint8_t* memory_ = nullptr;
   uint64_t registered_bytes_ = 0;

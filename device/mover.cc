@@ -10,8 +10,9 @@
 
 namespace kvm::device {
 
-Result<std::unique_ptr<Mover>> Mover::create(Driver* driver, EventPool* events) {
-  std::unique_ptr<Mover> mover(new Mover(driver, events));
+Result<std::unique_ptr<Mover>> Mover::create(MemoryDriver* driver, Driver* kernels,
+                                             EventPool* events) {
+  std::unique_ptr<Mover> mover(new Mover(driver, kernels, events));
   KVM_TRY(mover->init());
   return mover;
 }
@@ -22,7 +23,9 @@ Status Mover::init() {
       KVM_TRY_ASSIGN(stream, driver_->create_stream());
     }
     for (uint8_t*& bounce : lane.bounce) {
-      KVM_TRY_ASSIGN(bounce, driver_->allocate(kChunkBytes));
+      if (kernels_ != nullptr) {
+        KVM_TRY_ASSIGN(bounce, driver_->allocate(kChunkBytes));
+      }
     }
   }
   if (driver_->facts().moves_in_a_thread) {
@@ -45,7 +48,7 @@ Mover::~Mover() {
     thread_.join();
   }
   // Where the device has faulted there is nothing left to wait for.
-  (void)driver_->synchronize_device();
+  (void)synchronize();
   for (const LaneState& lane : lanes_) {
     for (const Stream stream : lane.streams) {
       if (stream != nullptr) {
@@ -140,7 +143,18 @@ Status Mover::wait(Stream stream, Lane lane, uint64_t ticket) {
 
 Status Mover::drain(Lane lane, uint64_t ticket) {
   KVM_TRY(await_enqueued(lane, ticket));
-  return driver_->synchronize_device();
+  return synchronize();
+}
+
+Status Mover::synchronize() {
+  Status status;
+  for (const LaneState& lane : lanes_) {
+    for (const Stream stream : lane.streams) {
+      const Status done = stream == nullptr ? Status::ok() : driver_->synchronize_stream(stream);
+      status = status.is_ok() ? done : status;
+    }
+  }
+  return status;
 }
 
 bool Mover::is_done(Lane lane, uint64_t ticket) {
@@ -334,7 +348,7 @@ Status Mover::copy_piece(Lane lane, uint64_t number, const Piece& piece) {
     }
   }
   // What lies in several chunks consists of long pages.
-  if (piece.chunks.size() > 1 ||
+  if (kernels_ == nullptr || piece.chunks.size() > 1 ||
       (is_long && (stretches_.size() == 1 || stretches_.back().size_bytes >= kLongPiece))) {
     for (const Stretch& stretch : stretches_) {
       KVM_TRY(copy_stretch(lane, piece, stretch, stream));
@@ -359,7 +373,7 @@ Status Mover::copy_piece(Lane lane, uint64_t number, const Piece& piece) {
       std::copy_n(piece.pages.begin() + static_cast<std::ptrdiff_t>(page), move.n_pages,
                   move.pages);
       page += move.n_pages;
-      KVM_TRY(driver_->move(move, stream));
+      KVM_TRY(kernels_->move(move, stream));
     }
   }
   return lane == kToHost ? copy(lane, bounce, piece.chunks[0] + begin, size, stream) : Status::ok();
@@ -385,7 +399,7 @@ Status Mover::copy(Lane lane, uint8_t* on_device, uint8_t* on_host, uint64_t siz
 
 void Mover::fail(Status status) {
   // Part of a piece may be under way, to or from pages that somebody else is about to get.
-  (void)driver_->synchronize_device();
+  (void)synchronize();
   const std::lock_guard lock(queue_);
   for (LaneState& lane : lanes_) {
     lane.jobs.clear();

@@ -10,7 +10,8 @@
 //
 // Consecutive pieces of a lane go to two streams in turn, each with a buffer on the device. Where
 // pages do not lie together a kernel gathers them there (or spreads them) and one copy takes all:
-// the kernel of one piece runs beside the copy of the one before.
+// the kernel of one piece runs beside the copy of the one before. Without kernels every stretch of
+// pages is a copy.
 //
 // A piece waits, on the device, for what the caller had enqueued when it was submitted, and for the
 // tickets that it names. These were submitted before it, so the oldest piece can always go on.
@@ -80,9 +81,10 @@ class Mover {
     Tickets after{};
   };
 
-  // Makes streams and buffers, and the thread where the driver's facts want one. Fails: NO_MEMORY
-  // (no thread), DEVICE, NO_SPACE.
-  static Result<std::unique_ptr<Mover>> create(Driver* driver, EventPool* events);
+  // Makes streams and buffers, and the thread where the driver's facts want one. `kernels`: the
+  // same driver, or null: there are none. Fails: NO_MEMORY (no thread), DEVICE, NO_SPACE.
+  static Result<std::unique_ptr<Mover>> create(MemoryDriver* driver, Driver* kernels,
+                                               EventPool* events);
   // What is not enqueued yet is forgotten. REQUIRES: the device is waited for before pages and
   // chunks go.
   ~Mover();
@@ -145,13 +147,16 @@ class Mover {
     uint64_t size_bytes = 0;
   };
 
-  Mover(Driver* driver, EventPool* events) : driver_(driver), events_(events) {}
+  Mover(MemoryDriver* driver, Driver* kernels, EventPool* events)
+      : driver_(driver), kernels_(kernels), events_(events) {}
   Status init();
   void run();
   void finish_ticket(Lane lane, uint64_t ticket);
   // Likewise. Fails: with what the mover has failed with.
   Status await_enqueued(Lane lane, uint64_t ticket);
   void forget_done(Lane lane);
+  // Waits for everything that is enqueued.
+  Status synchronize();
   // These are for who holds running_.
   bool try_step(Lane lane, bool may_wait);
   Status make_way(Lane lane, bool may_wait, bool* has_room);
@@ -162,7 +167,8 @@ class Mover {
   Status wait_for(Stream stream, Lane lane, uint64_t ticket);
   void fail(Status status);
 
-  Driver* const driver_;
+  MemoryDriver* const driver_;
+  Driver* const kernels_;
   EventPool* const events_;
   std::mutex running_;        // held while pieces are enqueued and waited for
   mutable std::mutex queue_;  // of all below; never held in a call that waits

@@ -31,7 +31,7 @@ uint32_t PagePool::Slab::slots_end(uint32_t extent) const {
       std::min<uint64_t>(n_slots, div_up((extent + uint64_t{1}) * extent_bytes, page_bytes)));
 }
 
-PagePool::PagePool(Driver* driver, uint64_t capacity_bytes)
+PagePool::PagePool(MemoryDriver* driver, uint64_t capacity_bytes)
     : driver_(driver), capacity_bytes_(capacity_bytes) {}
 
 PagePool::~PagePool() {
@@ -155,7 +155,15 @@ Status PagePool::open_extent(Slab& slab) {
     slab.refs.resize(end);
     slab.free.resize(end);
   }
-  KVM_TRY(driver_->map(slab.extent_at(index), slab.extent_bytes));
+  Status mapped = driver_->map(slab.extent_at(index), slab.extent_bytes);
+  if (mapped.code() == KVM_ERR_NO_SPACE && used_bytes_ != 0) {
+    // Others have the rest of the device: what this pool has to spare may do.
+    KVM_TRY_ASSIGN(const uint64_t n_bytes, close_empty(slab.extent_bytes));
+    if (n_bytes != 0) {
+      mapped = driver_->map(slab.extent_at(index), slab.extent_bytes);
+    }
+  }
+  KVM_TRY(mapped);
   absent->mapped = true;
   used_bytes_ += slab.extent_bytes;
   peak_bytes_ = std::max(peak_bytes_, used_bytes_);
@@ -170,24 +178,28 @@ Status PagePool::open_extent(Slab& slab) {
   return Status::ok();
 }
 
-Status PagePool::make_room(uint64_t size_bytes) {
-  bool waited = false;
+Result<uint64_t> PagePool::close_empty(uint64_t size_bytes) {
+  uint64_t closed = 0;
   for (Slab& slab : slabs_) {
     // From the end, so that what stays is one run.
-    for (auto i = static_cast<uint32_t>(slab.extents.size()); i-- > 0;) {
-      if (used_bytes_ + size_bytes <= capacity_bytes_) {
-        return Status::ok();
-      }
+    for (auto i = static_cast<uint32_t>(slab.extents.size()); closed < size_bytes && i-- > 0;) {
       if (!slab.extents[i].mapped || slab.extents[i].n_used != 0) {
         continue;
       }
-      if (!waited) {
+      if (closed == 0) {
         // Work that was enqueued while its pages were in use may still read them.
         KVM_TRY(driver_->synchronize_device());
-        waited = true;
       }
       close_extent(slab, i);
+      closed += slab.extent_bytes;
     }
+  }
+  return closed;
+}
+
+Status PagePool::make_room(uint64_t size_bytes) {
+  if (used_bytes_ + size_bytes > capacity_bytes_) {
+    KVM_TRY(close_empty(used_bytes_ + size_bytes - capacity_bytes_).status());
   }
   if (used_bytes_ + size_bytes <= capacity_bytes_) {
     return Status::ok();

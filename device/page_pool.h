@@ -38,7 +38,7 @@ inline constexpr uint64_t kExtentTarget = uint64_t{32} << 20;
 class PagePool {
  public:
   // `driver` must outlive the pool.
-  PagePool(Driver* driver, uint64_t capacity_bytes);
+  PagePool(MemoryDriver* driver, uint64_t capacity_bytes);
   // REQUIRES: no enqueued work uses a page.
   ~PagePool();
   PagePool(const PagePool&) = delete;
@@ -82,6 +82,10 @@ class PagePool {
   uint64_t peak_bytes() const { return peak_bytes_; }
   uint64_t page_bytes_in_use() const { return page_bytes_in_use_; }
   uint64_t n_pages() const { return n_pages_; }
+
+  // Unmaps empty extents, of size_bytes or all that there are; how many bytes it were. Waits for
+  // the device where there is one. Fails: DEVICE.
+  Result<uint64_t> close_empty(uint64_t size_bytes);
 
   // Recounts and aborts where that disagrees with the running accounts.
   void check_accounts() const;
@@ -127,7 +131,7 @@ class PagePool {
   Status make_room(uint64_t size_bytes);
   void close_extent(Slab& slab, uint32_t extent);
 
-  Driver* const driver_;
+  MemoryDriver* const driver_;
   const uint64_t capacity_bytes_;
   std::vector<Slab> slabs_;
   uint64_t used_bytes_ = 0;

@@ -95,15 +95,30 @@ typedef struct kvm_cuda_params {
   uint32_t reserved0;  /* zero */
   uint64_t pool_bytes; /* hard cap of device memory for pages; 0: 80 % of what is free */
   uint64_t host_bytes; /* page-locked host memory for spilled sequences, allocated now; 0: none */
-  uint64_t reserved[4];
+  /* The kvmd that owns the memory; NULL: this process does. Parameters of a kvm_connect: a path of
+   * NULL means what it means there. device is this process's number of the device; kvmd must call
+   * it the same (device.numbers). pool_bytes 0: what kvmd's device.quota gives. */
+  const kvm_connect_params *server;
+  uint64_t reserved[3];
 } kvm_cuda_params;
 
 /* Opens a client whose sequences lie in the memory of one device, of compute capability 8.0 or
  * newer; another device has a client of its own. It uses the device's primary context, as the CUDA
  * runtime does; which device is current for the caller does not matter, and stays as it is.
  * Release with kvm_client_close.
- * Fails:   UNSUPPORTED (built without CUDA), DEVICE (no driver, no such device, the driver's
- *          failure), NO_MEMORY (host_bytes), INVALID. Threads: any. */
+ *
+ * With a server, kvmd owns the device memory and keeps the books, and this process maps the memory
+ * and launches the kernels: engines then share a device's memory under kvmd's limits, and what one
+ * of them held is free when it ends, in whatever way. All calls are the same; those that need to
+ * know of pages that are new (an update, whatever names a sequence after a spill or a fetch) ask
+ * kvmd once. If kvmd ends, streams go on at once, over memory that is still mapped and whose
+ * contents kvmd may not have finished: what was enqueued since the last synchronization is to be
+ * thrown away. Calls answer DISCONNECTED from then on, kvm_client_reconnect does nothing, and what
+ * is left is kvm_cuda_batch_destroy and kvm_client_close.
+ * Fails:   UNSUPPORTED (built without CUDA; the server owns no device memory), DEVICE (no driver,
+ *          no such device, the driver's failure), NO_MEMORY (host_bytes), INVALID. With a server
+ *          also as kvm_connect, NOT_FOUND (it does not own this device), QUOTA, NO_SPACE
+ *          (host_bytes), VERSION. Threads: any. */
 KVM_API kvm_status kvm_cuda_open(const kvm_cuda_params *params, kvm_client **out);
 
 /* ============================================================================================

@@ -31,8 +31,8 @@ inline constexpr uint32_t kProtocolMajor = 1;
 // 5: KVM_ITEM_LAST_LAYER; 6: alibi_slopes, KVM_SPACE_V_IN_K, dims of layers;
 // 7: KVM_ITEM_PROMPT_END, budgets of policies; 8: kvm_amounts.memory_bytes, kPrefetch, kSnapshot,
 // SnapshotList; 9: hashes behind kPublish, PrefixTable; 10: PrefixWeigh; 11: kSetPriority;
-// 12: kDrop, KVM_ITEM_RESTORE.
-inline constexpr uint32_t kProtocolMinor = 12;
+// 12: kDrop, KVM_ITEM_RESTORE; 13: DeviceOpen.
+inline constexpr uint32_t kProtocolMinor = 13;
 inline constexpr uint64_t kHelloMagic = 0x30304d564b4d564bull;  // "KVMKVM00"
 
 // LIMIT: each bounds memory or time that one client can claim.

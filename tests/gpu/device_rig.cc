@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -27,6 +28,8 @@ Result<std::unique_ptr<Driver>> open_driver(uint32_t ordinal) {
 }
 
 namespace testing {
+
+bool has_server() { return std::getenv("KVM_DEVICE_SERVER") != nullptr; }
 
 FakeOptions next_options;
 FakeDriver* last_driver = nullptr;
@@ -61,6 +64,7 @@ Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_byt
          uint64_t host_bytes)
     : geometry_(geometry) {
   next_options = options;
+  next_options.runs_by_itself = options.runs_by_itself || has_server();
   next_options.at_end = [](const FakeDriver& driver) {
     EXPECT_EQ(driver.complaints(), "");
     EXPECT_EQ(driver.leftovers(), "");
@@ -69,6 +73,17 @@ Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_byt
   params.struct_size = sizeof params;
   params.pool_bytes = pool_bytes;
   params.host_bytes = host_bytes;
+  kvm_connect_params server{};
+  server.struct_size = sizeof server;
+  if (has_server()) {
+    daemon_ = std::make_unique<kvm::testing::Daemon>(
+        std::vector<std::string>{"--device-pool", "1GiB", "--device-host", "1GiB", "--threads", "1",
+                                 "--host-capacity", "16MiB"},
+        "kvmd_on_fake");
+    server.socket_path = daemon_->socket_path().c_str();
+    server.timeout_ns = 60'000'000'000;
+    params.server = &server;
+  }
   EXPECT_EQ(kvm_cuda_open(&params, &client_), KVM_OK) << kvm_last_error();
   driver_ = last_driver;
   stream_ = driver_->create_stream().value();
@@ -97,6 +112,10 @@ Rig::~Rig() {
   forget_memory();
   driver_->destroy_stream(stream_);
   kvm_client_close(client_);
+  if (daemon_ != nullptr) {
+    std::string log;
+    EXPECT_EQ(daemon_->stop(&log), 0) << log;
+  }
 }
 
 void Rig::forget_memory() {

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A client of kvm_cuda.h over the fake driver, tensors for it, and fp64 arithmetic to compare with.
+//
+// With $KVM_DEVICE_SERVER set its memory is that of a kvmd in a process of its own
+// (kvmd_on_fake.cc), and the same tests are tests of that.
 #ifndef KVM_TESTS_GPU_DEVICE_RIG_H_
 #define KVM_TESTS_GPU_DEVICE_RIG_H_
 
@@ -11,8 +14,12 @@
 
 #include "kvm_cuda.h"
 #include "tests/gpu/fake_driver.h"
+#include "tests/integration/abi_rig.h"
 
 namespace kvm::device::testing {
+
+// Whether device memory is a kvmd's.
+bool has_server();
 
 // What the next kvm_cuda_open gets, and the driver that the last one got.
 extern FakeOptions next_options;
@@ -108,6 +115,7 @@ class Rig {
                                 bool is_v) const;
 
   Geometry geometry_;
+  std::unique_ptr<kvm::testing::Daemon> daemon_;  // null: the memory is this process's
   kvm_client* client_ = nullptr;
   FakeDriver* driver_ = nullptr;
   kvm_space_id space_ = 0;

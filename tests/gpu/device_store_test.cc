@@ -345,7 +345,7 @@ TEST(DeviceStoreTest, UpdatesWithoutMemoryOfTheHostChangeNothing) {
   batch_options.max_append = 400;
   batch_options.max_query_rows = 2;
   batch_options.max_tokens = 4096;
-  auto batch = Batch::create(store.get(), space, batch_options).value();
+  auto batch = Batch::create(driver, store.get(), space, batch_options).value();
   auto parent = store->create(space);
   const std::vector<BatchItem> first = {{parent, 100, 0, 1, 0, {}}};
   ASSERT_TRUE(batch->update(first, nullptr).is_ok());
@@ -396,7 +396,7 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
     const auto space = store->prepare(layout).value();
     EXPECT_EQ(space->lists.size(), 2u);  // of both layers
 
-    std::vector<std::shared_ptr<DeviceSequence>> seqs;
+    std::vector<SequencePtr> seqs;
     uint64_t state = seed;
     const auto below = [&state](uint64_t n) {
       state += kSplitMixStep;
@@ -431,7 +431,7 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
           status = store->fetch(seq, 0, UINT64_MAX, nullptr);
         } else {
           const uint64_t before = seq->n_tokens;
-          const DeviceStore::Growth growth{seq, static_cast<uint32_t>(below(90)), 0};
+          const Growth growth{seq, static_cast<uint32_t>(below(90)), 0};
           status = store->begin_growth({&growth, 1}, nullptr);
           if (status.is_ok() && below(5) == 0) {
             store->undo_growth();
@@ -541,19 +541,19 @@ class Marked {
     store_->finish_moves();
     driver_->settle();
     store_->check_accounts({});
-    EXPECT_EQ(store_->counters().n_spilled, 0u);
+    EXPECT_EQ(store_->figures().value().n_spilled, 0u);
   }
 
   uint64_t n_read() const { return n_read_; }
   uint64_t n_refused() const { return n_refused_; }
   uint64_t n_failed() const { return n_failed_; }
-  uint64_t n_copies() const { return store_->counters().n_copies; }
+  uint64_t n_copies() const { return store_->figures().value().n_copies; }
 
  private:
   static constexpr uint64_t kPoolBytes = 14 << 20, kHostBytes = 8 << 20, kMemoryBytes = 8 << 20;
   static constexpr uint64_t kMostTokens = 600, kSample = 64;
   struct Seq {
-    std::shared_ptr<DeviceSequence> seq;
+    SequencePtr seq;
     std::vector<std::vector<uint64_t>> marks;  // [list][block]
   };
   struct Expected {
@@ -632,9 +632,9 @@ class Marked {
   // As a step: what is appended is written behind begin_growth, on the timeline.
   Status grow(Seq* one) {
     const uint64_t before = one->seq->n_tokens;
-    const DeviceStore::Growth growth{
-        one->seq.get(), static_cast<uint32_t>(below(std::min<uint64_t>(kMostTokens - before, 200))),
-        0};
+    const Growth growth{one->seq.get(),
+                        static_cast<uint32_t>(below(std::min<uint64_t>(kMostTokens - before, 200))),
+                        0};
     KVM_TRY(store_->begin_growth({&growth, 1}, nullptr));
     disarm();
     if (below(6) == 0) {
@@ -664,7 +664,7 @@ class Marked {
     if (one.seq->n_tokens == 0) {
       return Status::ok();
     }
-    const DeviceStore::Growth growth{one.seq.get(), 0, 1};
+    const Growth growth{one.seq.get(), 0, 1};
     KVM_TRY(store_->begin_growth({&growth, 1}, nullptr));
     store_->finish_growth();
     disarm();
@@ -722,8 +722,9 @@ class Marked {
       ASSERT_FALSE(seqs_.empty());  // alone it must fit
       seqs_.push_back(std::move(one));
       // Somebody who is here has to go first.
-      const auto here =
-          std::find_if(seqs_.begin(), seqs_.end(), [](const Seq& of) { return !of.seq->on_host; });
+      const auto here = std::find_if(seqs_.begin(), seqs_.end(), [](const Seq& of) {
+        return !static_cast<HeldSequence&>(*of.seq).on_host;
+      });
       std::rotate(seqs_.begin(), here == seqs_.end() ? seqs_.begin() : here, seqs_.end());
       ASSERT_LT(++n_put_off_, 1000u);
       return;
@@ -792,7 +793,7 @@ TEST(DeviceMovesTest, LongSequencesTakeAFewCallsOfTheDriver) {
   const auto space = store->prepare(layout).value();
   const auto seq = store->create(space), beside = store->create(space);
   while (seq->n_tokens < n_tokens) {
-    const std::vector<DeviceStore::Growth> step = {{seq.get(), 64, 0}, {beside.get(), 1, 0}};
+    const std::vector<Growth> step = {{seq.get(), 64, 0}, {beside.get(), 1, 0}};
     ASSERT_TRUE(store->begin_growth(step, nullptr).is_ok());
     store->finish_growth();
   }
@@ -812,7 +813,7 @@ TEST(DeviceMovesTest, LongSequencesTakeAFewCallsOfTheDriver) {
   measured("spill", &DeviceStore::spill);
   measured("fetch", &DeviceStore::fetch);
   // A gather and a copy for each chunk, either way: seven pages of 264 KiB.
-  EXPECT_LE(store->counters().n_copies, 2 * div_up(n_pages, 7));
+  EXPECT_LE(store->figures().value().n_copies, 2 * div_up(n_pages, 7));
   driver->settle();
   EXPECT_EQ(driver->complaints(), "");
   store->clear(seq.get());

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -336,6 +337,73 @@ TEST_P(DriverTest, AppendsAndAttends) {
   driver_->unmap(pool, pool_bytes);
   driver_->release(pool, pool_bytes);
   driver_->free(memory);
+}
+
+TEST_P(DriverTest, MemoryIsSharedByDescriptor) {
+  const uint64_t unit = driver_->facts().granularity_bytes;
+  const std::unique_ptr<Driver> other = GetParam().open();
+  uint8_t* const here = take(driver_->reserve(2 * unit));
+  uint8_t* const there = take(other->reserve(2 * unit));
+  {
+    const ipc::Fd memory = take(driver_->map_shared(here + unit, unit));
+    ok(other->map_from(there, unit, memory));
+    EXPECT_FALSE(other->map_from(there + unit, unit, ipc::Fd()).is_ok());
+  }
+  const Stream their_stream = take(other->create_stream());
+  HostBuffer buffer(driver_.get(), 4096);
+  HostBuffer their_buffer(other.get(), 4096);
+  // It has been made of zeros.
+  std::memset(their_buffer.data(), 0xab, 4096);
+  ok(other->copy(their_buffer.data(), there + unit - 4096, 4096, their_stream));
+  ok(other->synchronize_stream(their_stream));
+  EXPECT_TRUE(std::all_of(their_buffer.data(), their_buffer.data() + 4096,
+                          [](uint8_t byte) { return byte == 0; }));
+  // What one writes the other reads, also when the one has let go of it.
+  std::memset(buffer.data(), 0x5c, 4096);
+  ok(driver_->copy(here + 2 * unit - 4096, buffer.data(), 4096, stream_));
+  ok(driver_->synchronize_stream(stream_));
+  driver_->unmap(here + unit, unit);
+  ok(other->copy(their_buffer.data(), there + unit - 4096, 4096, their_stream));
+  ok(other->synchronize_stream(their_stream));
+  EXPECT_TRUE(std::all_of(their_buffer.data(), their_buffer.data() + 4096,
+                          [](uint8_t byte) { return byte == 0x5c; }));
+  other->unmap(there, unit);
+  other->destroy_stream(their_stream);
+  driver_->release(here, 2 * unit);
+  other->release(there, 2 * unit);
+}
+
+TEST_P(DriverTest, StreamsWaitForWords) {
+  HostBuffer buffer(driver_.get(), 4096);
+  auto* const words = buffer.as<uint64_t>();
+  words[0] = words[8] = 0;
+  const Stream second = take(driver_->create_stream());
+  uint8_t* const memory = take(driver_->allocate(4096));
+  // The second stream writes what the first one has waited for: a number that is larger will do.
+  ok(driver_->wait_word(&words[0], 3, stream_));
+  ok(driver_->copy(memory, buffer.data() + 2048, 64, stream_));
+  ok(driver_->write_word(&words[8], 1, stream_));
+  std::memset(buffer.data() + 2048, 0x11, 64);
+  ok(driver_->write_word(&words[0], 2, second));
+  ok(driver_->synchronize_stream(second));
+  EXPECT_EQ(std::atomic_ref(words[8]).load(), 0u);
+  std::memset(buffer.data() + 2048, 0x22, 64);
+  ok(driver_->write_word(&words[0], 5, second));
+  ok(driver_->synchronize_stream(stream_));
+  EXPECT_EQ(std::atomic_ref(words[8]).load(), 1u);
+  ok(driver_->copy(buffer.data() + 1024, memory, 64, stream_));
+  ok(driver_->synchronize_stream(stream_));
+  EXPECT_EQ(buffer.data()[1024], 0x22);
+  // A thread may write it, and numbers compare as of a circle.
+  ok(driver_->wait_word(&words[0], uint64_t{1} << 62, stream_));
+  ok(driver_->write_word(&words[8], 2, stream_));
+  std::atomic_ref(words[0]).store(uint64_t{1} << 62);
+  ok(driver_->synchronize_stream(stream_));
+  EXPECT_EQ(std::atomic_ref(words[8]).load(), 2u);
+  ok(driver_->wait_word(&words[0], UINT64_MAX - 5, stream_));
+  ok(driver_->synchronize_stream(stream_));
+  driver_->free(memory);
+  driver_->destroy_stream(second);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, DriverTest, ::testing::ValuesIn(kImplementations),

@@ -2,8 +2,12 @@
 #include "tests/gpu/fake_driver.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -96,9 +100,16 @@ FakeDriver::FakeDriver(const FakeOptions& options) : options_(options), state_(o
   for (const auto& [operation, nth] : options.fail_first) {
     fail(operation, nth);
   }
+  if (options.runs_by_itself) {
+    thread_ = std::thread([this] { run_by_itself(); });
+  }
 }
 
 FakeDriver::~FakeDriver() {
+  is_ending_ = true;
+  if (thread_.joinable()) {
+    thread_.join();
+  }
   if (options_.at_end) {
     options_.at_end(*this);
   }
@@ -192,11 +203,7 @@ Status FakeDriver::map(uint8_t* at, uint64_t size_bytes) {
   if (mapped_bytes_ + size_bytes > options_.memory_bytes) {
     return Status(KVM_ERR_NO_SPACE, "map: the device is full");
   }
-  if (size_bytes % options_.granularity_bytes != 0 || !covers(reserved_, at, size_bytes) ||
-      is_device(at, 1)) {
-    complain("map: not a free part of a reserved range");
-    return Status(KVM_ERR_DEVICE, "map: misuse");
-  }
+  KVM_TRY(check_free_range("map", at, size_bytes));
   if (::mprotect(at, size_bytes, PROT_READ | PROT_WRITE) != 0) {
     return Status(KVM_ERR_DEVICE, "map: mprotect");
   }
@@ -204,6 +211,50 @@ Status FakeDriver::map(uint8_t* at, uint64_t size_bytes) {
   live_[at] = size_bytes;
   mapped_bytes_ += size_bytes;
   return Status::ok();
+}
+
+Status FakeDriver::check_free_range(const char* name, uint8_t* at, uint64_t size_bytes) {
+  if (size_bytes % options_.granularity_bytes != 0 || !covers(reserved_, at, size_bytes) ||
+      is_device(at, 1)) {
+    complain(std::string(name) + ": not a free part of a reserved range");
+    return Status(KVM_ERR_DEVICE, std::string(name) + ": misuse");
+  }
+  return Status::ok();
+}
+
+Status FakeDriver::map_file(const char* name, uint8_t* at, uint64_t size_bytes, int fd) {
+  if (::mmap(at, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    return Status(KVM_ERR_DEVICE, std::string(name) + ": mmap");
+  }
+  live_[at] = size_bytes;
+  mapped_bytes_ += size_bytes;
+  return Status::ok();
+}
+
+Result<ipc::Fd> FakeDriver::map_shared(uint8_t* at, uint64_t size_bytes) {
+  const std::lock_guard lock(mutex_);
+  KVM_TRY(begin(Operation::kMap, "map_shared"));
+  if (mapped_bytes_ + size_bytes > options_.memory_bytes) {
+    return Status(KVM_ERR_NO_SPACE, "map_shared: the device is full");
+  }
+  KVM_TRY(check_free_range("map_shared", at, size_bytes));
+  ipc::Fd fd(::memfd_create("fake-device", MFD_CLOEXEC));
+  if (!fd.is_open() || ::ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0) {
+    return Status(KVM_ERR_DEVICE, "map_shared: no file");
+  }
+  KVM_TRY(map_file("map_shared", at, size_bytes, fd.get()));
+  return fd;
+}
+
+Status FakeDriver::map_from(uint8_t* at, uint64_t size_bytes, const ipc::Fd& memory) {
+  const std::lock_guard lock(mutex_);
+  KVM_TRY(begin(Operation::kMap, "map_from"));
+  KVM_TRY(check_free_range("map_from", at, size_bytes));
+  struct stat file {};
+  if (::fstat(memory.get(), &file) != 0 || static_cast<uint64_t>(file.st_size) != size_bytes) {
+    return Status(KVM_ERR_DEVICE, "map_from: not memory of a device of that size");
+  }
+  return map_file("map_from", at, size_bytes, memory.get());
 }
 
 void FakeDriver::unmap(uint8_t* at, uint64_t size_bytes) {
@@ -283,9 +334,9 @@ Result<Stream> FakeDriver::create_stream() {
 }
 
 void FakeDriver::destroy_stream(Stream stream) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   while (!queue(stream).work.empty()) {
-    if (!progress()) {
+    if (!advance(&lock)) {
       complain("destroy_stream: its work waits for ever");
       break;
     }
@@ -324,7 +375,7 @@ void FakeDriver::enqueue(Stream stream, std::function<void()> run) {
   if (to.captured) {
     to.graph.push_back(std::move(run));
   } else {
-    to.work.push_back({std::move(run), nullptr});
+    to.work.push_back({std::move(run), nullptr, nullptr, 0});
     to.deepest = std::max(to.deepest, to.work.size());
   }
 }
@@ -352,13 +403,58 @@ Status FakeDriver::wait(Stream stream, Event event) {
     complain("wait: no such event, or the stream is captured");
     return Status(KVM_ERR_DEVICE, "wait: misuse");
   }
-  queue(stream).work.push_back({[] {}, found->second});
+  queue(stream).work.push_back({[] {}, found->second, nullptr, 0});
   return Status::ok();
 }
 
+namespace {
+
+// SYNC: acquire, with the release of write_word and of whoever else writes it: what was done before
+// the word was written can be seen once it is.
+bool has_reached(const uint64_t* word, uint64_t value) {
+  const uint64_t is =
+      std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(word)).load(std::memory_order_acquire);
+  return static_cast<int64_t>(is - value) >= 0;
+}
+
+}  // namespace
+
 bool FakeDriver::is_ready(const Queue& of) const {
-  return !of.work.empty() &&
-         (of.work.front().waits_for == nullptr || of.work.front().waits_for->happened);
+  if (of.work.empty()) {
+    return false;
+  }
+  const Work& next = of.work.front();
+  return next.word != nullptr ? has_reached(next.word, next.value)
+                              : next.waits_for == nullptr || next.waits_for->happened;
+}
+
+bool FakeDriver::advance(std::unique_lock<std::recursive_mutex>* lock) {
+  constexpr auto kLongest = std::chrono::seconds(60);
+  const auto awaits_word = [](const auto& one) {
+    return !one.second->work.empty() && one.second->work.front().word != nullptr;
+  };
+  const auto begin = std::chrono::steady_clock::now();
+  while (!progress()) {
+    if (std::none_of(queues_.begin(), queues_.end(), awaits_word) ||
+        std::chrono::steady_clock::now() - begin > kLongest) {
+      return false;
+    }
+    lock->unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    lock->lock();
+  }
+  return true;
+}
+
+void FakeDriver::run_by_itself() {
+  while (!is_ending_) {
+    {
+      const std::lock_guard lock(mutex_);
+      for (uint64_t n = random() % 4; n != 0 && progress(); --n) {
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
 }
 
 bool FakeDriver::progress() {
@@ -379,8 +475,8 @@ bool FakeDriver::progress() {
 }
 
 void FakeDriver::settle() {
-  const std::lock_guard lock(mutex_);
-  while (progress()) {
+  std::unique_lock lock(mutex_);
+  while (advance(&lock)) {
   }
   for (const auto& [stream, of] : queues_) {
     if (!of->work.empty()) {
@@ -402,15 +498,17 @@ Result<bool> FakeDriver::is_done(Event event) {
 }
 
 Status FakeDriver::synchronize(Event event) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   KVM_TRY(begin(Operation::kSynchronize, "synchronize"));
   const auto found = events_.find(event);
   if (found == events_.end()) {
     complain("synchronize: no such event");
     return Status(KVM_ERR_DEVICE, "synchronize: misuse");
   }
-  while (!found->second->happened) {
-    if (!progress()) {
+  // A marker of its own: while others get their time the event may be recorded again.
+  const std::shared_ptr<Marker> marker = found->second;
+  while (!marker->happened) {
+    if (!advance(&lock)) {
       complain("synchronize: waits for ever");
       return Status(KVM_ERR_DEVICE, "synchronize: waits for ever");
     }
@@ -418,9 +516,23 @@ Status FakeDriver::synchronize(Event event) {
   return Status::ok();
 }
 
+Status FakeDriver::synchronize_stream(Stream stream) {
+  std::unique_lock lock(mutex_);
+  KVM_TRY(begin(Operation::kSynchronize, "synchronize_stream"));
+  while (!queue(stream).work.empty()) {
+    if (!advance(&lock)) {
+      complain("synchronize_stream: waits for ever");
+      return Status(KVM_ERR_DEVICE, "synchronize_stream: waits for ever");
+    }
+  }
+  return Status::ok();
+}
+
 Status FakeDriver::synchronize_device() {
-  const std::lock_guard lock(mutex_);
-  KVM_TRY(begin(Operation::kSynchronize, "synchronize_device"));
+  {
+    const std::lock_guard lock(mutex_);
+    KVM_TRY(begin(Operation::kSynchronize, "synchronize_device"));
+  }
   settle();
   return Status::ok();
 }
@@ -474,6 +586,31 @@ Status FakeDriver::copy(void* to, const void* from, uint64_t size_bytes, Stream 
     copied_bytes_ += size_bytes;
     std::memmove(to, from, size_bytes);
   });
+  return Status::ok();
+}
+
+Status FakeDriver::write_word(uint64_t* word, uint64_t value, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  KVM_TRY(begin(Operation::kWord, "write_word"));
+  enqueue(stream, [this, word, value] {
+    if (!is_host(word, sizeof *word)) {
+      complain("write_word: memory that is not registered");
+      return;
+    }
+    // SYNC: release; has_reached acquires.
+    std::atomic_ref<uint64_t>(*word).store(value, std::memory_order_release);
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::wait_word(const uint64_t* word, uint64_t value, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  KVM_TRY(begin(Operation::kWord, "wait_word"));
+  if (!is_host(word, sizeof *word) || queue(stream).captured) {
+    complain("wait_word: memory that is not registered, or the stream is captured");
+    return Status(KVM_ERR_DEVICE, "wait_word: misuse");
+  }
+  queue(stream).work.push_back({[] {}, nullptr, word, value});
   return Status::ok();
 }
 

@@ -11,16 +11,22 @@
 // Misuse (memory that is not there, a wait without end, faults of the emulator) does not fail calls
 // but is kept in complaints(), which a test asks for at its end.
 //
+// Memory that is shared and words that are awaited work between several fake devices, in one
+// process or in several: together they are one device. What a stream waits for may then come from
+// outside; a device whose work others wait for has to do it without being asked (runs_by_itself).
+//
 // The default stream (null) is a stream like others.  Threads: any; one after the other.
 #ifndef KVM_TESTS_GPU_FAKE_DRIVER_H_
 #define KVM_TESTS_GPU_FAKE_DRIVER_H_
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -43,6 +49,7 @@ enum class Operation : uint8_t {
   kCopy,
   kLaunch,
   kQuery,
+  kWord,
   kCount
 };
 
@@ -55,7 +62,8 @@ struct FakeOptions {
   uint32_t blocks = 4;     // of a decode kernel, at once
   uint32_t eagerness = 0;  // one of so many calls lets some work happen; 0: none does
   bool emulate = true;
-  bool moves_in_a_thread = true;                           // as in DriverFacts
+  bool runs_by_itself = false;    // a thread lets work happen, some at a time
+  bool moves_in_a_thread = true;  // as in DriverFacts
   std::vector<std::pair<Operation, uint64_t>> fail_first;  // as by fail(), from the start
   std::function<void(const FakeDriver&)> at_end;           // called by the destructor
 };
@@ -101,6 +109,8 @@ class FakeDriver final : public Driver {
   Result<uint8_t*> reserve(uint64_t size_bytes) override;
   void release(uint8_t* range, uint64_t size_bytes) override;
   Status map(uint8_t* at, uint64_t size_bytes) override;
+  Result<ipc::Fd> map_shared(uint8_t* at, uint64_t size_bytes) override;
+  Status map_from(uint8_t* at, uint64_t size_bytes, const ipc::Fd& memory) override;
   void unmap(uint8_t* at, uint64_t size_bytes) override;
   Result<uint8_t*> allocate(uint64_t size_bytes) override;
   void free(uint8_t* memory) override;
@@ -114,9 +124,12 @@ class FakeDriver final : public Driver {
   Status wait(Stream stream, Event event) override;
   Result<bool> is_done(Event event) override;
   Status synchronize(Event event) override;
+  Status synchronize_stream(Stream stream) override;
   Status synchronize_device() override;
   Result<bool> is_capturing(Stream stream) override;
   Status copy(void* to, const void* from, uint64_t size_bytes, Stream stream) override;
+  Status write_word(uint64_t* word, uint64_t value, Stream stream) override;
+  Status wait_word(const uint64_t* word, uint64_t value, Stream stream) override;
   Result<uint32_t> decode_blocks(const attention::gpu::DecodeKernel& kernel) override;
   Status decode(const attention::gpu::DecodeKernel& kernel,
                 const attention::gpu::DecodeParams& params, uint32_t n_blocks,
@@ -135,6 +148,8 @@ class FakeDriver final : public Driver {
   struct Work {
     std::function<void()> run;
     std::shared_ptr<Marker> waits_for;
+    const uint64_t* word = nullptr;  // or this one
+    uint64_t value = 0;
   };
   struct Queue {
     std::deque<Work> work;
@@ -150,6 +165,13 @@ class FakeDriver final : public Driver {
   bool is_ready(const Queue& queue) const;
   // Does the first work of some stream that can go on, chosen at random. False: none can.
   bool progress();
+  // Progress, or time for others to write a word that a stream waits for. False: nothing waits but
+  // for what never comes. REQUIRES: `lock` is the only one on mutex_.
+  bool advance(std::unique_lock<std::recursive_mutex>* lock);
+  Status check_free_range(const char* name, uint8_t* at, uint64_t size_bytes);
+  // Puts a file's memory there. Fails: DEVICE.
+  Status map_file(const char* name, uint8_t* at, uint64_t size_bytes, int fd);
+  void run_by_itself();
   void complain(const std::string& what);
   bool is_device(const void* at, uint64_t size_bytes) const;
   bool is_host(const void* at, uint64_t size_bytes) const;
@@ -181,6 +203,8 @@ class FakeDriver final : public Driver {
   uint64_t shortest_transfer_ = UINT64_MAX;
   uint64_t last_handle_ = 0;
   std::string complaints_;
+  std::atomic<bool> is_ending_{false};
+  std::thread thread_;
 };
 
 }  // namespace kvm::device::testing

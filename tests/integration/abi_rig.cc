@@ -20,7 +20,8 @@ namespace kvm::testing {
 
 bool is_embedded() { return KVM_TEST_EMBEDDED != 0; }
 
-Daemon::Daemon(std::vector<std::string> arguments) : arguments_(std::move(arguments)) {
+Daemon::Daemon(std::vector<std::string> arguments, std::string program)
+    : arguments_(std::move(arguments)), program_(std::move(program)) {
   char name[] = "/tmp/kvm-abi-test-XXXXXX";
   if (::mkdtemp(name) != nullptr) {
     folder_ = name;
@@ -31,9 +32,9 @@ Daemon::Daemon(std::vector<std::string> arguments) : arguments_(std::move(argume
 
 void Daemon::start() {
   const char* bin = std::getenv("KVM_BIN_DIR");
-  const std::string program = std::string(bin != nullptr ? bin : ".") + "/kvmd";
+  const std::string program = std::string(bin != nullptr ? bin : ".") + "/" + program_;
   ASSERT_EQ(::access(program.c_str(), X_OK), 0)
-      << program << " is missing: build the target kvmd, and set KVM_BIN_DIR (ctest does)";
+      << program << " is missing: build the target, and set KVM_BIN_DIR (ctest does)";
   std::filesystem::remove(socket_path_);
   std::vector<std::string> command = {"kvmd", "--socket", socket_path_};
   const bool says_capacity =
@@ -42,6 +43,7 @@ void Daemon::start() {
     command.insert(command.end(), {"--host-capacity", "256MiB"});
   }
   command.insert(command.end(), arguments_.begin(), arguments_.end());
+  (void)std::fflush(nullptr);  // what is buffered is not the child's to write
   pid_ = ::fork();
   if (pid_ == 0) {
     // The daemon must not outlive a test that crashes.
@@ -79,6 +81,18 @@ void Daemon::kill_hard() {
     ::waitpid(pid_, nullptr, 0);
     pid_ = -1;
   }
+}
+
+int Daemon::stop(std::string* log) {
+  int status = -1;
+  if (pid_ > 0) {
+    ::kill(pid_, SIGTERM);
+    ::waitpid(pid_, &status, 0);
+    pid_ = -1;
+  }
+  std::ifstream file(folder_ + "/log");
+  *log = std::string(std::istreambuf_iterator<char>(file), {});
+  return status;
 }
 
 Daemon::~Daemon() {

@@ -26,8 +26,8 @@ bool is_embedded();
 class Daemon {
  public:
   // arguments: options of kvmd beside --socket and --host-capacity 256MiB, which they may name
-  // in its place.
-  explicit Daemon(std::vector<std::string> arguments = {});
+  // in its place. program: another kvmd, that is built for tests.
+  explicit Daemon(std::vector<std::string> arguments = {}, std::string program = "kvmd");
   ~Daemon();
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
@@ -36,11 +36,14 @@ class Daemon {
   pid_t pid() const { return pid_; }
   void start();      // waits until it listens
   void kill_hard();  // SIGKILL, and waits for its end
+  // SIGTERM, and waits for its end. What waitpid says of it, and its log.
+  int stop(std::string* log);
   // The process becomes the caller's to wait for.
   pid_t give_up_pid() { return std::exchange(pid_, -1); }
 
  private:
   std::vector<std::string> arguments_;
+  std::string program_;
   std::string folder_;
   std::string socket_path_;
   pid_t pid_ = -1;

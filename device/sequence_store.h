@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+// SequenceStore: the sequences whose pages lie in the memory of one device, as the process sees
+// them that launches kernels on them.
+//
+//   DeviceStore    keeps the books itself: the memory is this process's
+//   RemoteStore    has a copy of them: the memory is kvmd's, which keeps the books
+//
+// What is told of a sequence here (its length, its lists of pages) both have; whatever follows from
+// these alone is here, too, so that the two cannot differ in it.
+//
+// Threads: one at a time, but for what moves_of returns.
+// Fails: with the codes of kvm_cuda.h; what fails has changed nothing.
+#ifndef KVM_DEVICE_SEQUENCE_STORE_H_
+#define KVM_DEVICE_SEQUENCE_STORE_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/limits.h"
+#include "base/status.h"
+#include "device/driver.h"
+#include "device/event_pool.h"
+#include "tiers/slab_class.h"
+
+namespace kvm::device {
+
+// A ClassLayout is of heads of a layer that keep the same tokens: sinks and a window, or all
+// (n_recent = 0).
+struct ClassLayout {
+  std::vector<uint16_t> kv_heads;  // ascending
+  uint64_t n_sinks = 0;
+  uint64_t n_recent = 0;
+  uint64_t slack = 0;
+  // Filled in by make_lists: the list of the class's pages, and the layer's rank in each.
+  uint32_t list = 0;
+  uint32_t rank = 0;
+};
+
+// A ListLayout is of pages that several layers share: those that have a class of as many heads that
+// keep the same tokens. A page holds 64 tokens of all of them, a part for each layer, one behind
+// the other (ADR 0031). So what a step does to pages and page tables it does once for all layers.
+struct ListLayout {
+  static constexpr uint32_t kNoSlab = UINT32_MAX;
+  uint32_t n_heads = 0;
+  uint64_t n_sinks = 0;
+  uint64_t n_recent = 0;
+  uint64_t slack = 0;
+  uint32_t n_layers = 0;
+  uint64_t layer_bytes = 0;  // docs/storage.md: a page of one layer
+  uint32_t slab = kNoSlab;
+
+  // Tokens before it are never dropped.
+  uint64_t first_droppable() const;
+};
+
+struct LayerLayout {
+  bool has_keys = true;        // false: ABSENT
+  uint32_t storage_layer = 0;  // itself, or the one whose keys it reads
+  uint32_t n_q_heads = 0;
+  uint32_t n_kv_heads = 0;
+  uint64_t window = 0;               // 0: all
+  std::vector<ClassLayout> classes;  // of layers that store keys themselves
+  std::vector<float> sink_logits;    // [q head], or empty: AttendTensors::sink_logits
+
+  uint32_t group() const { return n_q_heads / n_kv_heads; }
+};
+
+struct SpaceLayout {
+  CodecId codec = CodecId::kBf16;  // of K and V; attention::gpu::is_on_devices
+  uint32_t dim = 0;                // is_head_dim_on_devices
+  float scale = 1.0f;
+  float softcap = 0.0f;  // of logits; 0: none
+  std::vector<LayerLayout> layers;
+  std::vector<ListLayout> lists;  // filled in by make_lists; their slabs, by prepare
+  uint64_t number = 0;            // of a RemoteStore's
+
+  const LayerLayout& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
+  // How a layer's part of a page lies, with so many heads.
+  tiers::SlabClass slab_class(uint32_t n_heads) const;
+};
+
+// Completes a layout but for slabs. Fails: UNSUPPORTED (pages of 4 GiB and more).
+Status make_lists(SpaceLayout* layout);
+
+// A DevicePageList holds the pages of one ListLayout.
+struct DevicePageList {
+  std::vector<tiers::PageRef> pages;  // [block of 64 positions]; kNoPage: dropped, or on the host
+  uint64_t kept_from = 0;             // positions from the sinks' pages up to here are dropped
+};
+
+// A DeviceSequence is the tokens of one sequence; each store has more to say of its own.
+struct DeviceSequence {
+  explicit DeviceSequence(std::shared_ptr<const SpaceLayout> of);
+  virtual ~DeviceSequence() = default;
+
+  std::shared_ptr<const SpaceLayout> space;
+  uint64_t n_tokens = 0;  // of every layer
+  std::vector<DevicePageList> lists;
+  uint64_t version = 0;  // changes with everything that a batch must know of
+  // The batch whose page table is right up to the block changed_from, or null.
+  const void* noted_by = nullptr;
+  uint64_t changed_from = 0;
+
+  // Whether queries at n_before and later see only what is there of the first n_left tokens.
+  // Fails: PARTIAL.
+  Status check_visible(uint64_t n_before, uint64_t n_left) const;
+  // (layer, token) that policies have dropped, once for each list of the layer.
+  uint64_t n_dropped() const;
+  // Cuts lists and length, behind check_visible. Calls let_go(page) for what goes.
+  template <class LetGo>
+  void cut(uint64_t n_left, LetGo let_go);
+
+ protected:
+  DeviceSequence(const DeviceSequence&) = default;
+};
+using SequencePtr = std::shared_ptr<DeviceSequence>;
+
+// What a step does to one sequence.
+struct Growth {
+  DeviceSequence* seq = nullptr;
+  uint32_t n_append = 0;
+  uint32_t n_query = 0;  // the last tokens after the append
+
+  // Fails: INVALID, PARTIAL.
+  Status check() const;
+  // Once it has been done to a sequence that had n_before tokens: drops what no later query sees.
+  // Pages that were begun in it stay until the next one: the rows of its tokens are not enqueued
+  // yet. Calls let_go(page) for what goes.
+  template <class LetGo>
+  void drop_unseen(uint64_t n_before, LetGo let_go) const;
+};
+
+// The pages of one kind that a store has: page slot i lies at base + i * page_bytes.
+struct SlabPlace {
+  uint8_t* base = nullptr;
+  uint64_t page_bytes = 0;
+  uint64_t n_slots = 0;
+};
+
+class SequenceStore {
+ public:
+  virtual ~SequenceStore() = default;
+
+  // Completes a layout: lists and slabs. Fails: LIMIT, NO_SPACE, DEVICE, UNSUPPORTED (pages of 4
+  // GiB and more).
+  virtual Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout) = 0;
+  // REQUIRES: of a layout that was prepared and is still there.
+  virtual SlabPlace slab(uint32_t slab) const = 0;
+
+  virtual SequencePtr create(std::shared_ptr<const SpaceLayout> space) = 0;
+  // Fails: INVALID, PARTIAL, BUSY (on the host).
+  virtual Result<SequencePtr> fork(DeviceSequence& parent, uint64_t n_tokens) = 0;
+  virtual Status truncate(DeviceSequence* seq, uint64_t n_tokens) = 0;
+  // Gives everything back.
+  virtual void clear(DeviceSequence* seq) = 0;
+
+  // Of positions [begin, end): pages that lie in there with all their tokens and are not shared go
+  // to the host; or pages of which any token lies in there come back.
+  virtual Status spill(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream) = 0;
+  virtual Status fetch(DeviceSequence* seq, uint64_t begin, uint64_t end, Stream stream) = 0;
+  // What returns when the last moves of these sequences are enqueued (of spills, where
+  // also_spills); null: nothing has to be waited for. To be called while others use the store.
+  using Wait = std::function<void()>;
+  virtual Wait moves_of(std::span<DeviceSequence* const> seqs, bool also_spills) = 0;
+  // Returns when all moves are enqueued; waits for the device as long as that takes.
+  virtual void finish_moves() = 0;
+
+  // Lengthens sequences, each at most once, in two halves. begin_growth reserves pages, enqueues
+  // copies of shared pages that will be written, and waits, on the stream, for copies of its own
+  // that the sequences need; lists and lengths are new then. finish_growth drops what policies
+  // drop; undo_growth makes all as it was before, behind what was enqueued. One growth at a time.
+  virtual Status begin_growth(std::span<const Growth> growths, Stream stream) = 0;
+  virtual void finish_growth() = 0;
+  virtual void undo_growth() = 0;
+
+  // Usage is the bytes of pages that the sequence refers to, and of those of them that others hold
+  // too.
+  struct Usage {
+    uint64_t n_pages = 0;
+    uint64_t bytes = 0;
+    uint64_t bytes_shared = 0;
+    uint64_t host_bytes = 0;
+  };
+  virtual Result<Usage> usage(const DeviceSequence& seq) = 0;
+  // Residence is where pages are, as far as moves are booked, and how many of the last move still
+  // wait for their copies.
+  struct Residence {
+    bool on_host = false;
+    bool leaves = false;  // the last move is to the host
+    uint64_t n_pages = 0;
+    uint64_t n_host_pages = 0;
+    uint64_t n_waiting_pages = 0;
+    int32_t failure = KVM_OK;  // what the next use of the sequence answers with
+  };
+  virtual Result<Residence> residence(DeviceSequence* seq) = 0;
+
+  struct Figures {
+    uint64_t pool_bytes = 0;  // the cap
+    uint64_t pool_used_bytes = 0;
+    uint64_t pool_page_bytes = 0;
+    uint64_t pool_peak_bytes = 0;
+    uint64_t n_pages = 0;
+    uint64_t n_pages_copied = 0;
+    uint64_t host_bytes = 0;  // the cap
+    uint64_t host_used_bytes = 0;
+    uint64_t n_spilled = 0;  // at present
+    uint64_t spilled_bytes = 0;
+    uint64_t fetched_bytes = 0;
+    uint64_t n_copies = 0;
+  };
+  virtual Result<Figures> figures() = 0;
+
+  // Changes with the version of any sequence.
+  uint64_t n_changes() const { return n_changes_; }
+
+ protected:
+  void mark_changed(DeviceSequence* seq) {
+    ++seq->version;
+    ++n_changes_;
+  }
+
+ private:
+  uint64_t n_changes_ = 0;
+};
+
+// --- Implementation of templates ----------------------------------------------------------------
+
+template <class LetGo>
+void DeviceSequence::cut(uint64_t n_left, LetGo let_go) {
+  const uint64_t n_pages = (n_left + kPageTokens - 1) / kPageTokens;
+  for (uint32_t i = 0; i < lists.size(); ++i) {
+    DevicePageList& list = lists[i];
+    for (uint64_t block = n_pages; block < list.pages.size(); ++block) {
+      if (list.pages[block] != tiers::kNoPage) {
+        let_go(list.pages[block]);
+      }
+    }
+    list.pages.resize(n_pages);
+    // The dropped tokens lay behind the end: those that come there are others.
+    const uint64_t first = space->lists[i].first_droppable();
+    list.kept_from = n_left <= first ? first : list.kept_from;
+  }
+  n_tokens = n_left;
+}
+
+template <class LetGo>
+void Growth::drop_unseen(uint64_t n_before, LetGo let_go) const {
+  const uint64_t n = seq->n_tokens;
+  for (uint32_t list = 0; list < seq->lists.size(); ++list) {
+    const ListLayout& of = seq->space->lists[list];
+    const uint64_t behind = std::max<uint64_t>({n_query, of.slack + 1, 1});
+    const uint64_t first_query = n > behind ? n - behind : 0;
+    if (of.n_recent == 0 || first_query + 1 <= of.n_recent) {
+      continue;
+    }
+    const uint64_t end =
+        std::min((first_query + 1 - of.n_recent) / kPageTokens, n_before / kPageTokens);
+    DevicePageList& lies = seq->lists[list];
+    for (uint64_t block = lies.kept_from / kPageTokens; block < end; ++block) {
+      const tiers::PageRef page = std::exchange(lies.pages[block], tiers::kNoPage);
+      if (page != tiers::kNoPage) {
+        let_go(page);
+      }
+    }
+    lies.kept_from = std::max(lies.kept_from, end * kPageTokens);
+  }
+}
+
+}  // namespace kvm::device
+
+#endif  // KVM_DEVICE_SEQUENCE_STORE_H_
