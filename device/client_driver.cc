@@ -23,6 +23,8 @@ namespace {
 constexpr auto kPollEvery = std::chrono::microseconds(100);
 // Of a client that waits for its call: mapping memory, and waiting for its device.
 constexpr uint64_t kOrderTimeoutNs = 60'000'000'000;
+// LIMIT: of what a client says of a failure, so much is passed on.
+constexpr size_t kMaxSentence = 256;
 
 }  // namespace
 
@@ -78,9 +80,12 @@ Status ClientDriver::order(const Order& order, int fd) {
     const auto code = reader.get<int32_t>();
     const std::string sentence = reader.get_text();
     if (answer_.kind == static_cast<uint32_t>(FrameKind::kDone) && reader.is_whole()) {
-      return code == KVM_OK ? Status::ok()
-                            : Status(code == KVM_ERR_NO_SPACE ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE,
-                                     "in the client: " + sentence.substr(0, 256));
+      if (code == KVM_OK) {
+        return Status::ok();
+      }
+      std::string why = "in the client: ";
+      why.append(sentence, 0, kMaxSentence);
+      return Status(code == KVM_ERR_NO_SPACE ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE, std::move(why));
     }
     status = Status(KVM_ERR_PROTOCOL, "the client has answered an order with something else");
   }

@@ -391,12 +391,10 @@ Status CudaDriver::map(uint8_t* at, uint64_t size_bytes) {
 Status CudaDriver::clear(uint8_t* at, uint64_t size_bytes) {
   cudaStream_t stream = nullptr;
   KVM_TRY(check("cudaStreamCreate", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)));
-  Status cleared = check("cudaMemsetAsync", cudaMemsetAsync(at, 0, size_bytes, stream));
-  if (cleared.is_ok()) {
-    cleared = check("cudaStreamSynchronize", cudaStreamSynchronize(stream));
-  }
+  cudaError_t error = cudaMemsetAsync(at, 0, size_bytes, stream);
+  error = error == cudaSuccess ? cudaStreamSynchronize(stream) : error;
   (void)cudaStreamDestroy(stream);
-  return cleared;
+  return check("cudaMemsetAsync", error);
 }
 
 Result<ipc::Fd> CudaDriver::map_shared(uint8_t* at, uint64_t size_bytes) {
@@ -418,7 +416,7 @@ Result<ipc::Fd> CudaDriver::map_shared(uint8_t* at, uint64_t size_bytes) {
     unmap(at, size_bytes);
     return cleared;
   }
-  return memory;
+  return Result<ipc::Fd>(std::move(memory));
 }
 
 Status CudaDriver::map_from(uint8_t* at, uint64_t size_bytes, const ipc::Fd& memory) {
