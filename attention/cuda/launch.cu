@@ -9,10 +9,14 @@
 namespace kvm::attention::gpu {
 namespace {
 
-// Two blocks run on an SM. Told so, the compiler has registers enough for shapes of which, left
-// alone, it would make four, and spill. Others stay as it makes them: 0 says nothing.
+// Two blocks run on an SM, or three where rows are of 4 bits and 64 channels. Told so, the compiler
+// has registers enough for shapes of which, left alone, it would make four, and spill. Others stay
+// as it makes them: 0 says nothing.
 template <class Shape>
-inline constexpr int kLeastBlocks = Shape::kDim == 96 ? 2 : 0;
+inline constexpr int kLeastBlocks =
+    Shape::kDim == 96                                              ? 2
+    : Shape::kStepped&& Shape::kDim == 64 && Shape::kRowTiles == 1 ? 3
+                                                                   : 0;
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, kLeastBlocks<Shape>)

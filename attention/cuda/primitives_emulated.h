@@ -49,6 +49,9 @@ KVM_GPU void copy_async_16(SharedAddress to, const void* from) {
 KVM_GPU void copy_async_4(SharedAddress to, const void* from, bool valid) {
   emulator::copy_async(to, from, 4, valid);
 }
+KVM_GPU void copy_async_8(SharedAddress to, const void* from, bool valid) {
+  emulator::copy_async(to, from, 8, valid);
+}
 KVM_GPU void copy_async_commit() { emulator::copy_async_commit(); }
 template <uint32_t kNewest>
 KVM_GPU void copy_async_wait() {
@@ -103,7 +106,7 @@ KVM_GPU void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 
 template <Element kElement>
 KVM_GPU uint32_t pack(float low, float high) {
-  static_assert(!kIsScaled<kElement>);
+  static_assert(!kIsNarrow<kElement>);
   const auto convert = kElement == Element::kBf16 ? &f32_to_bf16 : &f32_to_f16;
   return static_cast<uint32_t>(convert(low)) | static_cast<uint32_t>(convert(high)) << 16;
 }

@@ -51,6 +51,11 @@ KVM_GPU void copy_async_4(SharedAddress to, const void* from, bool valid) {
                "l"(__cvta_generic_to_global(from)), "r"(valid ? 4 : 0)
                : "memory");
 }
+KVM_GPU void copy_async_8(SharedAddress to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(valid ? 8 : 0)
+               : "memory");
+}
 KVM_GPU void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <uint32_t kNewest>
 KVM_GPU void copy_async_wait() {
@@ -89,7 +94,7 @@ KVM_GPU void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 
 template <Element kElement>
 KVM_GPU uint32_t pack(float low, float high) {
-  static_assert(!kIsScaled<kElement>);
+  static_assert(!kIsNarrow<kElement>);
   uint32_t packed;
   if constexpr (kElement == Element::kBf16) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
