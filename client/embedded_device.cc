@@ -41,7 +41,7 @@ Status check_codec(CodecId id) {
   return attention::gpu::is_on_devices(id)
              ? Status::ok()
              : unsupported(std::string("pages of ") + codecs::codec_of(id).name +
-                           " are not there; fp16, bf16, int8 and fp8 are");
+                           " are not there; fp16, bf16, int8, fp8 and int4 are");
 }
 
 Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayout* to) {

@@ -247,7 +247,10 @@ INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
                                            Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
                                            Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
                                            Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
-                                           Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1}),
+                                           Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1},
+                                           Shape{"int4_d64", KVM_CODEC_I4, 64, 4, 2, 8},
+                                           Shape{"int4_d128_group8", KVM_CODEC_I4, 128, 8, 1, 4},
+                                           Shape{"int4_d256", KVM_CODEC_I4, 256, 2, 2, 1}),
                          [](const auto& param) { return param.param.name; });
 
 // Layer 0 and 1 have a head with sinks and a window, 1 a window of its own, 3 reads the keys of 0.
