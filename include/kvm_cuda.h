@@ -57,7 +57,7 @@
  *
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
  * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
- * dims other than 64, 128, 256 and, in pages of fp16 and bf16, 80, 96 and 192, retentions FOLD and
+ * dims other than 64, 128, 256 and, but in pages of int4, 80, 96 and 192, retentions FOLD and
  * HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a
  * queue: reading K and V back, observations.
  *

@@ -59,8 +59,8 @@ KVM_GPU uint32_t narrow_f8(float x) {
   return code == 0 ? 0 : code | (bits >> 31) << 7;
 }
 
-// Encodes the 8 elements that this thread has of a row which `lanes` lanes share; the row's scale
-// in bf16 goes to all of them. REQUIRES: all lanes of the warp call it.
+// Encodes the 8 elements that this thread has of a row which `lanes` lanes share, a power of two;
+// the row's scale in bf16 goes to all of them. REQUIRES: all lanes of the warp call it.
 template <Element kElement>
 KVM_GPU Word2 encode_row(const float (&x)[8], uint32_t lanes, uint32_t* scale_bits) {
   uint32_t top = 0;
@@ -147,11 +147,16 @@ KVM_GPU void append_token(const AppendParams& p, const AppendToken& token) {
   const PageClass& of = p.pool.classes[token.page_class];
   const uint32_t row_chunks = p.dim / 8, chunks = of.n_heads * row_chunks;
   const uint32_t entry = load_global<uint32_t>(p.page_table + token.table);
-  // Narrow rows are shared among the lanes of a warp, which have to stay together.
-  const uint32_t end = kIsNarrow<kElement> ? (chunks + 31) / 32 * 32 : chunks;
+  // Narrow rows are shared among the lanes of a warp, which have to stay together: a power of two
+  // of them, of which those behind the row's end have nothing.
+  uint32_t lanes = row_chunks;
+  if constexpr (kIsNarrow<kElement>) {
+    lanes = row_chunks <= 8 ? 8 : row_chunks <= 16 ? 16 : 32;
+  }
+  const uint32_t end = kIsNarrow<kElement> ? (of.n_heads * lanes + 31) / 32 * 32 : chunks;
   for (uint32_t i = thread_id(); i < end; i += kAppendThreads) {
-    const bool valid = i < chunks;
-    const uint32_t head = i / row_chunks, chunk = i % row_chunks;
+    const uint32_t head = i / lanes, chunk = i % lanes;
+    const bool valid = head < of.n_heads && chunk < row_chunks;
     const uint32_t kv_head =
         valid ? load_global<uint16_t>(p.pool.heads + of.heads_first + head) : 0;
     const int64_t element = token.source * p.stride_token + kv_head * p.stride_head + chunk * 8;
@@ -168,7 +173,7 @@ KVM_GPU void append_token(const AppendParams& p, const AppendToken& token) {
           load_floats(plane == 0 ? p.k : p.v, p.dtype, element, x);
         }
         uint32_t scale;
-        const Word2 bytes = encode_row<kElement>(x, row_chunks, &scale);
+        const Word2 bytes = encode_row<kElement>(x, lanes, &scale);
         if (valid) {
           store_global(to + plane * of.v_offset_bytes, bytes);
           if (chunk == 0) {

@@ -67,8 +67,8 @@ constexpr uint32_t power_in(uint32_t n, uint32_t most) {
   return n % most == 0 ? most : power_in(n, most / 2);
 }
 
-// REQUIRES: kDim a multiple of 16, where rows are bytes of 32, of 4 bits of 64, at most 256; kTile
-// a multiple of 16, at most 32; kStages >= 2.
+// REQUIRES: kDim a multiple of 16, of 64 where rows are of 4 bits, at most 256; kTile 16 or 32, and
+// 32 where a row has an odd number of chunks; kStages >= 2.
 template <Element kElementType, uint32_t kDimValue, uint32_t kTileTokens, uint32_t kStageCount,
           uint32_t kWarpCount, uint32_t kRowTileCount>
 struct DecodeShape {
@@ -103,7 +103,9 @@ struct DecodeShape {
   // Floats beyond the channels put the rows that a store takes in one turn into different banks.
   static constexpr uint32_t kStateChannels = kNarrow ? 4 : 2;  // that a lane stores at once
   static constexpr uint32_t kStatePitch = kStepped ? 8 : kStateChannels;
-  static constexpr uint32_t kStateStride = kDim + (kStepped ? 4 : 4 * kStateChannels);
+  static constexpr uint32_t kStateStride = kStepped  ? kDim + 4
+                                           : kScaled ? kDim + (48 - kDim % 32) % 32
+                                                     : kDim + 8;
   static constexpr uint32_t kStateBytes = kRows * (kStateStride + 2) * 4;
   // Behind the stages: what each lane has of sums of queries.
   static constexpr uint32_t kSumBytes = kStepped ? kRowTiles * 32 * 16 : 0;
@@ -112,8 +114,8 @@ struct DecodeShape {
                                              : (kStateBytes + 127) / 128 * 128;
   static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
 
-  static_assert(kRowChunks % 2 == 0 && kDim <= 256 && kTile % 16 == 0 && kTile <= 32 &&
-                kStages >= 2);
+  static_assert(kDim <= 256 && kTile % 16 == 0 && kTile <= 32 && kStages >= 2);
+  static_assert(kRowChunks % 2 == 0 || (kScaled && kTile == 32));
   static_assert(kTile % kStepRows == 0);
   static_assert(kStateStride % kStateChannels == 0);
   static_assert(!kStepped || kDim % 64 == 0);
@@ -275,6 +277,8 @@ struct WarpTask {
   KVM_GPU void cap_and_weigh(const DecodeParams& p, bool weighted, Scores& s);
   KVM_GPU void soften(uint32_t row_tile, const Columns& columns, float (&s)[Shape::kTile / 8][4]);
   KVM_GPU void add_values(SharedAddress values, const Scores& s);
+  KVM_GPU void add_bytes(const uint32_t (&a)[Shape::kRowTiles][4], uint32_t low, uint32_t high,
+                         uint32_t chunk);
   KVM_GPU void add_codes(SharedAddress values, SharedAddress steps, const Scores& s);
   KVM_GPU void store_row(SharedAddress to, uint32_t row_tile, uint32_t half);
   KVM_GPU void store_state(uint32_t n_rows);
@@ -663,6 +667,20 @@ KVM_GPU void WarpTask<Shape>::scores(SharedAddress keys, Scores& s) {
       }
     }
   }
+  if constexpr (Shape::kRowChunks % 2 != 0) {
+    constexpr uint32_t kLast = Shape::kRowChunks - 1;
+    uint32_t b[4];
+    load_matrix_x4(b, keys + tile_offset<Shape>(lane_id(), kLast));
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      uint32_t wide[2];
+      widen<Shape::kElement>(b[i], wide);
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+        mma_16x8x16<Shape::kOperand>(s[t][i], q[t][kLast], wide[0], wide[1]);
+      }
+    }
+  }
 }
 
 // The steps of this thread's columns of 16 tokens: [score tile][column of it]. Four groups are
@@ -846,9 +864,33 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, const Columns& columns,
   }
 }
 
+// Adds a chunk of values that are bytes: a is weights of 16 tokens, low and high are of 8 each.
+// Pairs of bytes were transposed: the even channels of the chunk make one tile of results, the odd
+// ones the next.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::add_bytes(const uint32_t (&a)[Shape::kRowTiles][4], uint32_t low,
+                                        uint32_t high, uint32_t chunk) {
+#pragma unroll
+  for (uint32_t i = 0; i < 2; ++i) {
+    uint32_t wide[2];
+    widen<Shape::kElement>(
+        i == 0 ? permute_bytes<0x6420>(low, high) : permute_bytes<0x7531>(low, high), wide);
+#pragma unroll
+    for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+      mma_16x8x16<Shape::kOperand>(o[t][2 * chunk + i], a[t], wide[0], wide[1]);
+    }
+  }
+}
+
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values, const Scores& s) {
   const SharedAddress at = first_values<Shape>(values);
+  // The chunk without a neighbour, of all 32 tokens.
+  [[maybe_unused]] constexpr uint32_t kLast = Shape::kRowChunks - 1;
+  [[maybe_unused]] uint32_t last[4];
+  if constexpr (Shape::kRowChunks % 2 != 0) {
+    load_matrix_x4_transposed(last, values + tile_offset<Shape>(lane_id(), kLast));
+  }
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kTile / 16; ++k) {
     // The accumulators of two score tiles are, packed, the A fragment of the next product.
@@ -860,25 +902,16 @@ KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values, const Scores& s) 
       a[t][2] = pack<Shape::kOperand>(s[t][2 * k + 1][0], s[t][2 * k + 1][1]);
       a[t][3] = pack<Shape::kOperand>(s[t][2 * k + 1][2], s[t][2 * k + 1][3]);
     }
+    if constexpr (Shape::kRowChunks % 2 != 0) {
+      add_bytes(a, last[2 * k], last[2 * k + 1], kLast);
+    }
 #pragma unroll
     for (uint32_t n = 0; n < Shape::kRowChunks / 2; ++n) {
       uint32_t b[4];
       load_matrix_x4_transposed(b, moved<Shape>(at, k * 16, n * 2));
       if constexpr (Shape::kScaled) {
-        // Pairs of bytes were transposed: the even channels of a chunk make one tile of results,
-        // the odd ones the next.
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-          const uint32_t low = b[i / 2 * 2], high = b[i / 2 * 2 + 1];
-          uint32_t wide[2];
-          widen<Shape::kElement>(
-              i % 2 == 0 ? permute_bytes<0x6420>(low, high) : permute_bytes<0x7531>(low, high),
-              wide);
-#pragma unroll
-          for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-            mma_16x8x16<Shape::kOperand>(o[t][4 * n + i], a[t], wide[0], wide[1]);
-          }
-        }
+        add_bytes(a, b[0], b[1], 2 * n);
+        add_bytes(a, b[2], b[3], 2 * n + 1);
       } else {
 #pragma unroll
         for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {

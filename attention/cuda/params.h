@@ -192,15 +192,14 @@ constexpr uint32_t row_params_bytes(CodecId codec, uint32_t dim) {
   return of.is_scaled() ? static_cast<uint32_t>(of.head_params_bytes(dim) / kPageTokens) : 0;
 }
 
-// Channels of heads that there are kernels for; in narrow rows not all of them.
+// Channels of heads that there are kernels for; in rows of 4 bits not all of them.
 inline constexpr uint32_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
 
 // Says whether there are kernels for heads of so many channels in pages of the codec, which has
 // some.
 constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
-  const bool is_narrow = codecs::codec_of(codec).is_scaled();
   return dim == 64 || dim == 128 || dim == 256 ||
-         (!is_narrow && (dim == 80 || dim == 96 || dim == 192));
+         (codec != codecs::kI4 && (dim == 80 || dim == 96 || dim == 192));
 }
 
 // A DecodeKernel names one kernel: codec of K and V; channels; rows of a block (block_rows_for).
@@ -212,7 +211,8 @@ struct DecodeKernel {
 
 // Rows of a block where the largest request has `rows`: 32 where there is such a shape (shapes.h).
 constexpr uint32_t block_rows_for(CodecId codec, uint32_t dim, uint32_t rows) {
-  const uint32_t most_dim = codecs::codec_of(codec).is_scaled() ? 64 : 128;
+  const uint32_t bits = codecs::codec_of(codec).bits();
+  const uint32_t most_dim = bits == 4 ? 64 : bits == 8 ? 96 : 128;
   return rows <= 16 || dim > most_dim ? 16 : 32;
 }
 

@@ -43,7 +43,8 @@ template <Element kElement>
 struct ShapeOf<kElement, 256, 1, 16> {
   using Type = DecodeShape<kElement, 256, 16, 3, 2, 1>;
 };
-// Rows of bytes. Their scales take registers too: no 32 rows of 128 channels.
+// Rows of bytes. Their scales take registers too: no 32 rows of 128 channels. Rows of 80 are 5
+// chunks, of which the last has no neighbour: products take it of 32 tokens.
 template <Element kElement, uint32_t kRowTiles>
 struct ShapeOf<kElement, 64, kRowTiles, 8> {
   using Type = DecodeShape<kElement, 64, 32, 5, 4, kRowTiles>;
@@ -51,6 +52,18 @@ struct ShapeOf<kElement, 64, kRowTiles, 8> {
 template <Element kElement>
 struct ShapeOf<kElement, 128, 1, 8> {
   using Type = DecodeShape<kElement, 128, 32, 3, 4, 1>;
+};
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 80, kRowTiles, 8> {
+  using Type = DecodeShape<kElement, 80, 32, 4, 4, kRowTiles>;
+};
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 96, kRowTiles, 8> {
+  using Type = DecodeShape<kElement, 96, 32, 3, 4, kRowTiles>;
+};
+template <Element kElement>
+struct ShapeOf<kElement, 192, 1, 8> {
+  using Type = DecodeShape<kElement, 192, 16, 4, 4, 1>;
 };
 template <Element kElement>
 struct ShapeOf<kElement, 256, 1, 8> {
@@ -102,7 +115,7 @@ bool visit_head_dim(uint32_t dim, Visit visit) {
 template <Element kElement, class Visit>
 bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
   const uint32_t shape = dim * 4 + block_rows / 16;
-  if constexpr (!kIsNarrow<kElement>) {
+  if constexpr (!kHasSteps<kElement>) {
     switch (shape) {
       case 80 * 4 + 1:
         visit(typename ShapeOf<kElement, 80, 1>::Type{});

@@ -343,7 +343,10 @@ std::vector<CaseSpec> all_cases() {
   // keys and queries that fp16 does not have; values of very different sizes.
   for (const CodecId codec : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     const Dtype dtype_q = codec == CodecId::kI8 ? Dtype::kBf16 : Dtype::kF16;
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
+      if (!is_head_dim_on_devices(codec, dim)) {
+        continue;
+      }
       add({.codec = codec,
            .dim = dim,
            .group = 4,
@@ -451,6 +454,19 @@ std::vector<CaseSpec> all_cases() {
            .classes = {{.n_heads = 3}},
            .lengths = {page % 100 * 2, 177},
            .uneven = true});
+    }
+    for (const uint32_t dim : {80u, 96u, 192u}) {
+      for (const uint32_t page : {1u, 24u, 1000u}) {
+        if (codec != codecs::kI4) {
+          add({.name = "uneven",
+               .codec = codec,
+               .dim = dim,
+               .page_tokens = page,
+               .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 3, .window = 90}},
+               .lengths = {page * 2, 177, 300},
+               .uneven = true});
+        }
+      }
     }
     for (const uint32_t window : {40u, 77u}) {
       add({.name = "scales of windows",
@@ -1076,6 +1092,11 @@ std::vector<AppendSpec> all_appends() {
   for (const CodecId to : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     specs.push_back({Dtype::kF32, to, 128, 3});
     specs.push_back({Dtype::kBf16, to, 256, 64});
+    for (const uint32_t dim : {80u, 96u, 192u}) {
+      if (is_head_dim_on_devices(to, dim)) {
+        specs.push_back({dim == 96 ? Dtype::kBf16 : Dtype::kF32, to, dim, 16});
+      }
+    }
   }
   return specs;
 }

@@ -563,7 +563,7 @@ TEST(DeviceModelTest, RandomOperationsGiveWhatTheEngineForCpusGives) {
     World world;
     world.geometry.codec = kCodecs[(seed + seed / 5) % 5];
     constexpr uint32_t kDims[] = {80, 64, 96, 192};
-    if (world.geometry.codec == KVM_CODEC_F16 || world.geometry.codec == KVM_CODEC_BF16) {
+    if (world.geometry.codec != KVM_CODEC_I4) {
       world.geometry.dim = kDims[seed / 2 % 4];
       world.pool_bytes = world.pool_bytes * world.geometry.dim / 64;
     }

@@ -210,6 +210,14 @@ BUGS = [
     ("scales", APPEND, "top <= kRoundsToZero || top >= kInfinity", "top <= kRoundsToZero"),
     ("rounding", APPEND, "(size >> 20 & 1)) >> 20)", "1) >> 20)"),
     ("rounding", APPEND, "round_to_int(steps)", "static_cast<int>(steps)"),
+    # Rows of 5 chunks of bytes.
+    ("odd chunk", DECODE, "mma_16x8x16<Shape::kOperand>(s[t][i], q[t][kLast]",
+     "mma_16x8x16<Shape::kOperand>(s[t][i], q[t][0]"),
+    ("odd chunk", DECODE, "add_bytes(a, last[2 * k], last[2 * k + 1], kLast);",
+     "add_bytes(a, last[0], last[1], kLast);"),
+    ("odd chunk", DECODE, "last, values + tile_offset<Shape>(lane_id(), kLast)",
+     "last, values + tile_offset<Shape>(lane_id() % 16, kLast)"),
+    ("scales", APPEND, "row_chunks <= 16 ? 16 : 32", "row_chunks <= 16 ? row_chunks : 32"),
     # Rows of 4 bits.
     ("steps", DECODE, "to[1] = codes & 0x00f000f0u;", "to[1] = codes >> 4 & 0x000f000fu;"),
     ("steps", DECODE, "kUpperCodeUnit = 0x1p-20f", "kUpperCodeUnit = 0x1p-24f"),
