@@ -1321,6 +1321,11 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
 // Does the work of one thread of one block.
 template <class Shape>
 KVM_GPU void decode_thread(const DecodeParams& p) {
+  if (p.merge_follows) {
+    // At once: all blocks run by then, those of the merge take what is left of the SMs, and no
+    // instruction while they wait.
+    let_next_kernel_begin();
+  }
   uint32_t piece = block_id();
   do {
     // The piece is read again at its end: registers are what the loop over tiles is short of.

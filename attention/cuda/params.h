@@ -157,6 +157,9 @@ struct DecodeParams {
   // Soft cap c of logits, c * tanh(logit / c): c times log2(e), 0 for none; and 2 / c.
   float softcap_log2 = 0.0f;
   float softcap_rate = 0.0f;
+  // The next launch on the stream merges the partial states. It may begin early, and waits for this
+  // one; whatever else is launched next might not.
+  bool merge_follows = false;
 };
 
 // REQUIRES: softcap is 0 or positive.

@@ -11,6 +11,11 @@
 //   sync_warp(), sync_block()
 //     SYNC: shared memory written before by any thread of the warp (the block) is visible after.
 //     Nothing else orders shared memory: not a shuffle, not a matrix instruction.
+//   let_next_kernel_begin(), wait_for_kernel_before()
+//     The next kernel of the stream may be launched to begin early (launch.cu): when every block of
+//     this one has called the first, or has ended. SYNC: behind the second all that the kernel
+//     before wrote is visible, for that one has ended; a kernel that begins early touches no global
+//     memory in front of it. Of kernels that do not, and before sm_90, both are nothing.
 //   shuffle(value, lane), shuffle_xor(value, mask), any_lane(bool)      whole warps, converged
 //   copy_async_16(SharedAddress, const void*),
 //   copy_async_16(SharedAddress, const void*, bool valid)

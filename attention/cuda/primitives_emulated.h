@@ -28,6 +28,9 @@ KVM_GPU uint32_t block_count() { return emulator::current_block_count(); }
 KVM_GPU void sync_warp() { emulator::sync_warp(); }
 KVM_GPU void sync_block() { emulator::sync_block(); }
 
+KVM_GPU void let_next_kernel_begin() { emulator::let_next_kernel_begin(); }
+KVM_GPU void wait_for_kernel_before() { emulator::wait_for_kernel_before(); }
+
 KVM_GPU uint64_t shuffle(uint64_t value, uint32_t lane) { return emulator::shuffle(value, lane); }
 KVM_GPU uint32_t shuffle(uint32_t value, uint32_t lane) {
   return static_cast<uint32_t>(emulator::shuffle(value, lane));

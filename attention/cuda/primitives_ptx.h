@@ -19,6 +19,17 @@ KVM_GPU uint32_t block_count() { return gridDim.x; }
 KVM_GPU void sync_warp() { __syncwarp(); }
 KVM_GPU void sync_block() { __syncthreads(); }
 
+KVM_GPU void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+KVM_GPU void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
 KVM_GPU uint32_t shuffle(uint32_t value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }
 KVM_GPU uint64_t shuffle(uint64_t value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }
 KVM_GPU float shuffle(float value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }

@@ -168,6 +168,7 @@ void Workload::plan(uint32_t blocks) {
     params.work = reinterpret_cast<const Work*>(work_.data());
     params.partial_o = reinterpret_cast<float*>(partial_o_.data());
     params.partial_lse = reinterpret_cast<float*>(partial_lse_.data());
+    params.merge_follows = !plan_.merges.empty();
   }
   merge_.tensors = decode_[0].tensors;
   merge_.merges = reinterpret_cast<const Merge*>(merges_.data());

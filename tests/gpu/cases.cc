@@ -834,6 +834,7 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
   params.work = plan.work.data();
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
+  params.merge_follows = !plan.merges.empty();
   set_scale(&params, softmax_scale(spec_), spec_.softcap);
   return params;
 }

@@ -484,7 +484,8 @@ Status FakeDriver::copy(void* to, const void* from, uint64_t size_bytes, Stream 
 }
 
 void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
-                            uint32_t shared_bytes, const std::function<void()>& kernel) {
+                            uint32_t shared_bytes, const std::function<void()>& kernel,
+                            bool begins_early) {
   std::vector<emulator::Range> ranges;
   for (const auto& [at, size] : live_) {
     if (!ranges.empty() &&
@@ -494,7 +495,8 @@ void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
       ranges.push_back({at, size});
     }
   }
-  const emulator::Report report = emulator::run({blocks, threads, shared_bytes, ranges}, kernel);
+  const emulator::Report report =
+      emulator::run({blocks, threads, shared_bytes, ranges, begins_early}, kernel);
   if (report.n_faults != 0) {
     complain(std::string(name) + ": " + std::to_string(report.n_faults) +
              " faults, first: " + report.first_fault);
@@ -534,9 +536,12 @@ Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
       plain_merge(dim, params, n_merges);
       return;
     }
-    run_kernel("merge", n_merges * params.rows, kMergeThreads, kMergeSharedBytes, [&params, dim] {
-      visit_head_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
-    });
+    run_kernel(
+        "merge", n_merges * params.rows, kMergeThreads, kMergeSharedBytes,
+        [&params, dim] {
+          visit_head_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
+        },
+        true);
   });
   return Status::ok();
 }

@@ -247,6 +247,8 @@ BUGS = [
     ("steps", APPEND, "groups + chunk / 8) * 4", "groups) * 4"),
     ("steps", APPEND, "const float other_least = shuffle_xor(least, mask),",
      "const float other_least = shuffle_xor(least, mask % 4),"),
+    ("early merge", MERGE, "  wait_for_kernel_before();\n", ""),
+    ("early merge", DECODE, "if (p.merge_follows) {", "if (!p.merge_follows) {"),
     ("plan", PLAN, "begin += take;", "begin += take + (begin == 0 ? kCutTokens : 0);"),
 ]
 
