@@ -44,7 +44,7 @@ Status check_codec(CodecId id) {
   return attention::gpu::is_on_devices(id)
              ? Status::ok()
              : unsupported(std::string("pages of ") + codecs::codec_of(id).name +
-                           " are not there; fp16, bf16, int8 and fp8 are");
+                           " are not there; fp16, bf16, int8, fp8 and int4 are");
 }
 
 Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayout* to) {
@@ -78,7 +78,7 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
       !attention::gpu::is_head_dim_on_devices(space.codec, space.head_dim_k)) {
     return unsupported("head_dim_k is " + std::to_string(space.head_dim_k) + " and head_dim_v " +
                        std::to_string(space.head_dim_v) +
-                       "; both must be 64, 128 or 256 or, in pages of fp16 or bf16, 80, 96 or 192");
+                       "; both must be 64, 128 or 256 or, but in pages of int4, 80, 96 or 192");
   }
   if (space.v_in_k) {
     return unsupported("KVM_SPACE_V_IN_K is not there");

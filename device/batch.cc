@@ -793,7 +793,9 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
       static_cast<uint32_t>(div_up(kMergeBlocksPerSm * driver.facts().n_sms, kind.merge_rows));
   const uint32_t n_merges = captured ? std::min(kind.merge_capacity, most_merges) : kind.n_merges;
   if (n_blocks != 0) {
-    KVM_TRY(driver.decode(kernel_, decode_params(call, kind, tensors), n_blocks, stream));
+    DecodeParams decode = decode_params(call, kind, tensors);
+    decode.merge_follows = n_merges != 0;
+    KVM_TRY(driver.decode(kernel_, decode, n_blocks, stream));
     ++n_launches_;
   }
   if (n_merges != 0) {

@@ -57,7 +57,7 @@
  *
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
  * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
- * dims other than 64, 128, 256 and, in pages of fp16 and bf16, 80, 96 and 192, retentions FOLD and
+ * dims other than 64, 128, 256 and, but in pages of int4, 80, 96 and 192, retentions FOLD and
  * HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a
  * queue: reading K and V back, observations.
  *
@@ -210,7 +210,9 @@ KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *i
 /* Enqueues the append of one layer, as the last update said.
  *   k, v   [row][n_kv_heads][dim], buffers of KVM_BUFFER_DEVICE, F32, F16 or BF16, both alike;
  *          rounded to the stored dtype to nearest even; I8 and F8E4M3 rows get their scales here,
- *          and are the bytes that a CPU would store. Strides count elements, as in kvm.h, and are
+ *          I4 rows their scales and zeros, and are the bytes that a CPU would store. I4 rows are
+ *          encoded at once, also where a page is not full; 64 channels of which one is not finite,
+ *          or above 2^126, read as NaN. Strides count elements, as in kvm.h, and are
  *          the same for k and v; they and the addresses are multiples of 16 bytes.
  * Fails:   INVALID (geometry, an ALIAS or ABSENT layer, a tensor that is too small, no update yet,
  *          a sequence that has changed since), DEVICE. */
@@ -222,8 +224,8 @@ typedef struct kvm_cuda_attend_params {
   uint32_t flags; /* reserved, zero */
   uint32_t layer;
   float scale;           /* 0: the space's softmax_scale; must be positive */
-  kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype; where that is I8 or
-                          * F8E4M3, F16 or BF16. Addresses and strides of q and o: as of k */
+  kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype; where that is I8,
+                          * F8E4M3 or I4, F16 or BF16. Addresses and strides of q and o: as of k */
   kvm_tensor o;          /* likewise, F32, F16 or BF16 */
   kvm_tensor lse;        /* [row][n_q_heads], F32, natural logarithm; NONE: not wanted */
   kvm_buffer log_weights; /* DEVICE, F32, where the batch has strides for them; else NONE */
@@ -244,13 +246,16 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
 
 /* Where the pages of one head class of a layer lie (a class: kv heads that keep the same tokens; a
  * layer without policies has one). A page has 64 tokens of all heads of the class. Strides are in
- * bytes; an element is 2 bytes in spaces of F16 and BF16, and 1 with I8 and F8E4M3. Page p, head h
- * (the h-th of the class), token t of the page, channel c:
+ * bytes; an element is 2 bytes in spaces of F16 and BF16, 1 with I8 and F8E4M3, a half with I4,
+ * where channels of even numbers have the lower half. Page p, head h (the h-th of the class),
+ * token t of the page, channel c:
  *
  *    K  k + p * page_stride + h * head_stride + t * token_stride + c * element
  *    V  v + likewise
  *    scales of I8 and F8E4M3 rows, BF16, one for each row:
  *       k_scales + p * page_stride + h * scale_head_stride + t * 2, and v_scales likewise
+ *    scales and zeros of I4 rows, BF16, [64 channels][2]: an element is code * scale + zero
+ *       k_scales + p * page_stride + h * scale_head_stride + t * head_dim / 16, and likewise
  *
  * That is what others call HND with a page stride of its own:
  *  - FlashInfer (docs.flashinfer.ai, "KV-Cache Layout"): a tuple (k_cache, v_cache) of tensors
@@ -263,7 +268,7 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  *    with strides (page_stride, token_stride, head_stride, element); block_size 64; a row of
  *    block_table is what kvm_cuda_batch_get_indices gives for an item.
  *
- * These kernels know no scale for each row: I8 and F8E4M3 pages need kernels that do. Addresses
+ * These kernels know no scale for each row: I8, F8E4M3 and I4 pages need kernels that do. Addresses
  * stay as long as the batch. Layers whose classes keep the same tokens with as many heads
  * share pages: they differ in addresses only, and one list of indices is good for all of them.
  *

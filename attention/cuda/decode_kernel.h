@@ -19,13 +19,25 @@
 // Beyond 2^+-kMostLogScale they count as that there, for then l would leave what fp32 has. Factors
 // 2^(m - m') may leave it before: Decay.
 //
+// Rows of 4 bits (codecs/low_bits.h, int4) are codes of steps up from a zero, with a scale and a
+// zero for each group g of 64 channels: an element is code * scale_g + zero_g. So
+//   q k = sum over g of scale_g (q code)_g + zero_g (sum of q)_g
+//   o   = o 2^(m - m') + round(p scale_g) codes of V,  and z_g = z_g 2^(m - m') + sum p zero_g
+// where z_g is added to all channels of the group at the end of a piece. The part of a maximum that
+// scales of rows of bytes have is that of a row's largest group: the larger of scale_g and
+// |zero_g| / 16. A code needs no conversion: its 4 bits, alone in 16, are the fp16 number
+// code * 2^-24 or, 4 bits further up, code * 2^-20, which the matrix unit multiplies as it does all
+// numbers. Queries are divided, and results multiplied, by what those lack.
+//
 // Shared memory, per warp: kStages stages of [K tile][V tile], a tile being [token][dim] with the
 // 16-byte chunk c of row r at chunk c xor (r % 8), so that neither the copies into it nor
 // load_matrix have bank conflicts. Where rows are no multiple of 8 chunks, only every second one,
 // or every fourth, begins with a line of 128 bytes: there it is c xor (r / 2 % 4), or c xor
 // (r / 4 % 2). Where rows are bytes, words [token] for K, then for V, follow: the one of the page
-// that has the token's scale in one of its halves, for copies take no less than a word. At the end
-// of a piece the same bytes hold the warp's state: o [row][kStateStride], m [row], l [row] in fp32.
+// that has the token's scale in one of its halves, for copies take no less than a word. Where they
+// are of 4 bits, [token][group] words do, the scale in the lower half, the zero in the upper. At
+// the end of a piece the same bytes hold the warp's state: o [row][kStateStride], m [row], l [row]
+// in fp32.
 #ifndef KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 
@@ -35,14 +47,14 @@
 
 namespace kvm::attention::gpu {
 
-// How many lanes of a store of the state find their bank taken: 128 bytes are stored in a turn.
-constexpr uint32_t conflicts_of_stores(uint32_t stride, uint32_t channels) {
+// How many lanes of a store of the state find their bank taken: 128 bytes are stored in a turn. Of
+// lanes that follow each other in a row, each begins `pitch` channels further on.
+constexpr uint32_t conflicts_of_stores(uint32_t stride, uint32_t channels, uint32_t pitch) {
   uint32_t conflicts = 0;
   for (uint32_t first = 0; first < 32; first += 32 / channels) {
     uint32_t banks = 0;
     for (uint32_t lane = first; lane < first + 32 / channels; ++lane) {
-      const uint32_t taken = ((1u << channels) - 1)
-                             << (lane / 4 * stride + lane % 4 * channels) % 32;
+      const uint32_t taken = ((1u << channels) - 1) << (lane / 4 * stride + lane % 4 * pitch) % 32;
       conflicts += (banks & taken) != 0 ? 1 : 0;
       banks |= taken;
     }
@@ -55,8 +67,8 @@ constexpr uint32_t power_in(uint32_t n, uint32_t most) {
   return n % most == 0 ? most : power_in(n, most / 2);
 }
 
-// REQUIRES: kDim a multiple of 16, where rows are bytes of 32, at most 256; kTile a multiple of 16,
-// at most 32; kStages >= 2.
+// REQUIRES: kDim a multiple of 16, of 64 where rows are of 4 bits, at most 256; kTile 16 or 32, and
+// 32 where a row has an odd number of chunks; kStages >= 2.
 template <Element kElementType, uint32_t kDimValue, uint32_t kTileTokens, uint32_t kStageCount,
           uint32_t kWarpCount, uint32_t kRowTileCount>
 struct DecodeShape {
@@ -69,10 +81,13 @@ struct DecodeShape {
 
   static constexpr uint32_t kThreads = 32 * kWarps;
   static constexpr uint32_t kRows = 16 * kRowTiles;
-  static constexpr bool kScaled = kIsScaled<kElement>;  // rows of bytes
-  // The matrix unit gets these: bytes of either kind are exact in fp16.
-  static constexpr Element kOperand = kScaled ? Element::kF16 : kElement;
-  static constexpr uint32_t kRowBytes = kDim * (kScaled ? 1 : 2);
+  static constexpr bool kScaled = kIsScaled<kElement>;           // rows of bytes
+  static constexpr bool kStepped = kHasSteps<kElement>;          // rows of 4 bits
+  static constexpr bool kNarrow = kIsNarrow<kElement>;           // either
+  static constexpr uint32_t kGroups = kStepped ? kDim / 64 : 1;  // of a row, with parameters each
+  // The matrix unit gets these: bytes of either kind, and codes, are exact in fp16.
+  static constexpr Element kOperand = kNarrow ? Element::kF16 : kElement;
+  static constexpr uint32_t kRowBytes = kDim * kElementBits<kElement> / 8;
   static constexpr uint32_t kRowChunks = kRowBytes / 16;
   // Chunks of a row change places within groups of so many. Of rows that follow each other,
   // kLineRows begin at different places of a line.
@@ -82,22 +97,29 @@ struct DecodeShape {
   static constexpr uint32_t kStepRows = 32 / power_in(kRowChunks, 32);
   static constexpr uint32_t kStepCopies = kStepRows * kRowChunks / 32;
   static constexpr uint32_t kPlaneBytes = kTile * kRowBytes;
-  static constexpr uint32_t kScaleBytes = kScaled ? kTile * 4 : 0;  // of a plane
+  static constexpr uint32_t kScaleBytes = kNarrow ? kTile * kGroups * 4 : 0;  // of a plane
   static constexpr uint32_t kStageBytes = 2 * (kPlaneBytes + kScaleBytes);
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   // Floats beyond the channels put the rows that a store takes in one turn into different banks.
-  static constexpr uint32_t kStateChannels = kScaled ? 4 : 2;  // that a lane stores at once
-  static constexpr uint32_t kStateStride = kDim + 4 * kStateChannels;
+  static constexpr uint32_t kStateChannels = kNarrow ? 4 : 2;  // that a lane stores at once
+  static constexpr uint32_t kStatePitch = kStepped ? 8 : kStateChannels;
+  static constexpr uint32_t kStateStride = kStepped  ? kDim + 4
+                                           : kScaled ? kDim + (48 - kDim % 32) % 32
+                                                     : kDim + 8;
   static constexpr uint32_t kStateBytes = kRows * (kStateStride + 2) * 4;
-  static constexpr uint32_t kWarpBytes = kRingBytes > kStateBytes ? kRingBytes
-                                                                  : (kStateBytes + 127) / 128 * 128;
+  // Behind the stages: what each lane has of sums of queries.
+  static constexpr uint32_t kSumBytes = kStepped ? kRowTiles * 32 * 16 : 0;
+  static constexpr uint32_t kWarpBytes = kRingBytes + kSumBytes > kStateBytes
+                                             ? kRingBytes + kSumBytes
+                                             : (kStateBytes + 127) / 128 * 128;
   static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
 
-  static_assert(kRowChunks % 2 == 0 && kDim <= 256 && kTile % 16 == 0 && kTile <= 32 &&
-                kStages >= 2);
+  static_assert(kDim <= 256 && kTile % 16 == 0 && kTile <= 32 && kStages >= 2);
+  static_assert(kRowChunks % 2 == 0 || (kScaled && kTile == 32));
   static_assert(kTile % kStepRows == 0);
   static_assert(kStateStride % kStateChannels == 0);
-  static_assert(conflicts_of_stores(kStateStride, kStateChannels) == 0);
+  static_assert(!kStepped || kDim % 64 == 0);
+  static_assert(conflicts_of_stores(kStateStride, kStateChannels, kStatePitch) == 0);
   // moved() counts on it.
   static_assert(kStageBytes % 128 == 0 && kWarpBytes % 128 == 0);
 };
@@ -107,37 +129,40 @@ inline constexpr float kMostLogScale = 100.0f;
 // 2^x for a state whose maximum grows by -x. Scales of values may make it grow by more than the 126
 // that floats have, but sums of weights, which do not have those scales in them, still count then:
 // they are multiplied by the root twice.
-template <bool kScaled>
+template <bool kNarrow>
 struct Decay {
   float whole, root;
   KVM_GPU explicit Decay(float x) {
-    if constexpr (kScaled) {
+    if constexpr (kNarrow) {
       root = exp2_fast(x * 0.5f);
       whole = root * root;
     } else {
       whole = exp2_fast(x);
     }
   }
-  KVM_GPU float of_sum(float sum) const { return kScaled ? sum * root * root : sum * whole; }
+  KVM_GPU float of_sum(float sum) const { return kNarrow ? sum * root * root : sum * whole; }
 };
 
+// log2 of the scale of a value, within what sums of weights have room for. Of a NaN, the least.
+KVM_GPU float bounded_log_scale(float scale) {
+  return fminf(fmaxf(log2_fast(scale), -kMostLogScale), kMostLogScale);
+}
+
 // The scales of a thread's columns of a tile: of keys and of values.
-template <uint32_t kTile, bool kScaled>
+template <uint32_t kTile, Element kElement, bool kScaled = kIsScaled<kElement>>
 struct ColumnScales {
   KVM_GPU float raise(float score, uint32_t, uint32_t) const { return score; }
   KVM_GPU float apply(float weight, uint32_t, uint32_t) const { return weight; }
 };
 
-template <uint32_t kTile>
-struct ColumnScales<kTile, true> {
+template <uint32_t kTile, Element kElement>
+struct ColumnScales<kTile, kElement, true> {
   uint32_t both[kTile / 8][2];  // V's above K's
   float log[kTile / 8][2];      // of V's
 
   // own: those of this lane's token.
   KVM_GPU void spread(uint32_t own) {
-    // A NaN becomes the least.
-    const float own_log =
-        fminf(fmaxf(log2_fast(float_from_bits(own & 0xffff0000u)), -kMostLogScale), kMostLogScale);
+    const float own_log = bounded_log_scale(float_from_bits(own & 0xffff0000u));
 #pragma unroll
     for (uint32_t n = 0; n < kTile / 8; ++n) {
 #pragma unroll
@@ -155,6 +180,39 @@ struct ColumnScales<kTile, true> {
   }
 };
 
+// Where rows are of 4 bits, of values only, and only what a maximum has of them: the steps of a
+// group are read where they are used.
+template <uint32_t kTile>
+struct ColumnScales<kTile, Element::kI4, false> {
+  float log[kTile / 8][2];
+
+  KVM_GPU void spread(float own_log) {
+#pragma unroll
+    for (uint32_t n = 0; n < kTile / 8; ++n) {
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        log[n][i] = shuffle(own_log, n * 8 + lane_id() % 4 * 2 + i);
+      }
+    }
+  }
+  KVM_GPU float raise(float score, uint32_t n, uint32_t i) const { return score + log[n][i]; }
+  KVM_GPU float apply(float weight, uint32_t, uint32_t) const { return weight; }
+};
+
+// The two halves of a word of steps.
+KVM_GPU float scale_of_steps(uint32_t steps) { return float_from_bits(steps << 16); }
+KVM_GPU float zero_of_steps(uint32_t steps) { return float_from_bits(steps & 0xffff0000u); }
+
+// From 8 codes to 4 pairs of fp16 numbers: pair j has codes j and j + 4, times 2^-24 where j is
+// even, else 2^-20.
+KVM_GPU void part_codes(uint32_t codes, uint32_t (&to)[4]) {
+  to[0] = codes & 0x000f000fu;
+  to[1] = codes & 0x00f000f0u;
+  to[2] = codes >> 8 & 0x000f000fu;
+  to[3] = codes >> 8 & 0x00f000f0u;
+}
+inline constexpr float kCodeUnit = 0x1p-24f, kUpperCodeUnit = 0x1p-20f;
+
 // Where the token of this lane in a tile lies. The entry is loaded a tile ahead of its use, which
 // therefore must not be before the copy: an address made of it is waited for.
 struct Place {
@@ -169,7 +227,7 @@ struct WarpTask {
   static constexpr uint32_t kQuerySteps = Shape::kDim / 16;
   static constexpr uint32_t kOutTiles = Shape::kDim / 8;
   using Scores = float[Shape::kRowTiles][Shape::kTile / 8][4];
-  using Columns = ColumnScales<Shape::kTile, Shape::kScaled>;
+  using Columns = ColumnScales<Shape::kTile, Shape::kElement>;
 
   // Fragments of mma.m16n8k16; rows lane / 4 and lane / 4 + 8 of each tile of rows.
   uint32_t q[Shape::kRowTiles][kQuerySteps][4];
@@ -179,6 +237,8 @@ struct WarpTask {
   // Used with rows of bytes. Queries are divided by powers of two, for bf16 has more of them than
   // fp16; these are multiplied by the softmax scale.
   float q_scale[Shape::kRowTiles][2];
+  // Used with rows of 4 bits: sums of p * zero, of the columns of this thread.
+  float z[Shape::kRowTiles][2][Shape::kGroups];
   // Of this lane's token in the i-th tile ahead, bit i: its scale of K is the upper half of the
   // word that was copied.
   uint32_t upper = 0;
@@ -191,6 +251,9 @@ struct WarpTask {
   KVM_GPU void load_queries(const DecodeParams& p, const Work& work);
   KVM_GPU void load_row_of_queries(const uint16_t* from, bool valid, uint32_t row_tile,
                                    uint32_t half, Dtype dtype, float scale_log2);
+  KVM_GPU void load_row_for_codes(const uint16_t* from, bool valid, uint32_t row_tile,
+                                  uint32_t half, Dtype dtype);
+  KVM_GPU SharedAddress q_sums(uint32_t row_tile) const;
   KVM_GPU void look_up(const DecodeParams& p, const Work& work, uint32_t token_first);
   KVM_GPU void weigh(const DecodeParams& p, const Work& work, uint32_t token_first);
   // n_tokens: that the piece has from the first one of the tile on. The tile is the `ahead`-th
@@ -199,15 +262,25 @@ struct WarpTask {
                          SharedAddress to, uint32_t n_tokens, uint32_t ahead);
   KVM_GPU void copy_scales(const PageClass& of, const uint8_t* page, uint32_t row, SharedAddress to,
                            uint32_t n_tokens, uint32_t ahead);
+  KVM_GPU void copy_steps(const PageClass& of, const uint8_t* page, uint32_t row, SharedAddress to,
+                          uint32_t n_tokens);
   KVM_GPU void evaluate_tile(const DecodeParams& p, const PageClass& of, uint32_t piece,
                              SharedAddress stage, uint32_t token_first, bool weighted);
   KVM_GPU void hide_unseen(const DecodeParams& p, const Work& work, uint32_t token_first,
                            Scores& s);
   KVM_GPU void scores(SharedAddress keys, Scores& s);
+  KVM_GPU void scores_of_codes(const DecodeParams& p, SharedAddress keys, SharedAddress steps,
+                               Scores& s);
+  KVM_GPU float own_log_steps(SharedAddress steps, bool* broken);
+  KVM_GPU void take_out_broken(SharedAddress steps, const Scores& s);
   KVM_GPU uint32_t own_scales(const PageClass& of, SharedAddress scales);
   KVM_GPU void cap_and_weigh(const DecodeParams& p, bool weighted, Scores& s);
   KVM_GPU void soften(uint32_t row_tile, const Columns& columns, float (&s)[Shape::kTile / 8][4]);
   KVM_GPU void add_values(SharedAddress values, const Scores& s);
+  KVM_GPU void add_bytes(const uint32_t (&a)[Shape::kRowTiles][4], uint32_t low, uint32_t high,
+                         uint32_t chunk);
+  KVM_GPU void add_codes(SharedAddress values, SharedAddress steps, const Scores& s);
+  KVM_GPU void store_row(SharedAddress to, uint32_t row_tile, uint32_t half);
   KVM_GPU void store_state(uint32_t n_rows);
 };
 
@@ -225,6 +298,17 @@ KVM_GPU SharedAddress moved(SharedAddress from, uint32_t rows, uint32_t chunks) 
   constexpr uint32_t kInGroup = Shape::kGroupChunks - 1;
   return (from ^ (((chunks ^ rows / Shape::kLineRows) & kInGroup) * 16)) + rows * Shape::kRowBytes +
          (chunks & ~kInGroup) * 16;
+}
+
+// This lane's row of the first four matrices: 16 tokens by two chunks. Of K, the chunks of 8 tokens
+// follow each other; of V, the tokens of a chunk.
+template <class Shape>
+KVM_GPU SharedAddress first_keys(SharedAddress keys) {
+  return keys + tile_offset<Shape>(lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2);
+}
+template <class Shape>
+KVM_GPU SharedAddress first_values(SharedAddress values) {
+  return values + tile_offset<Shape>(lane_id() / 8 % 2 * 8 + lane_id() % 8, lane_id() / 16);
 }
 
 // A row of queries for keys of bytes, of which load_matrix gives each lane four channels of a step:
@@ -275,6 +359,89 @@ KVM_GPU void WarpTask<Shape>::load_row_of_queries(const uint16_t* from, bool val
   }
 }
 
+// The larger of two magnitudes, as bits.
+KVM_GPU uint32_t larger_of(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// Where this lane's part is of the A fragment that makes q * zero from zeros. Of the rows lane / 4
+// and lane / 4 + 8, words 0 and 1 have the first and second part, words 2 and 3 the third one, of
+// the sum of the queries of group lane % 4: as bf16, together they have the bits of a float. The
+// upper half of the latter two meets nothing; it has the power of two that makes up for divisions.
+template <class Shape>
+KVM_GPU SharedAddress WarpTask<Shape>::q_sums(uint32_t row_tile) const {
+  return stages + Shape::kRingBytes + (row_tile * 32 + lane_id()) * 16;
+}
+
+// A row of queries for keys of 4 bits, of which load_matrix gives each lane 8 channels that follow
+// each other: part_codes pairs them as dealt here. Divided so that the largest of the row is about
+// 2^12, and those that meet codes times 2^-20 by 2^4 more. LIMIT: queries below 2^119, which then
+// fit into fp16.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::load_row_for_codes(const uint16_t* from, bool valid,
+                                                 uint32_t row_tile, uint32_t half, Dtype dtype) {
+  const bool is_bf16 = dtype == Dtype::kBf16;
+  const auto number = [is_bf16](uint32_t packed, uint32_t i) {
+    return is_bf16 ? unpack<Element::kBf16>(packed, i) : unpack<Element::kF16>(packed, i);
+  };
+  uint32_t top = 0;
+#pragma unroll
+  for (uint32_t c = 0; c < Shape::kRowChunks; ++c) {
+    const Word4 eight = valid ? load_global<Word4>(from + c * 32) : Word4{0, 0, 0, 0};
+    q[row_tile][2 * c][half] = eight.x;
+    q[row_tile][2 * c][half + 2] = eight.y;
+    q[row_tile][2 * c + 1][half] = eight.z;
+    q[row_tile][2 * c + 1][half + 2] = eight.w;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t packed = q[row_tile][2 * c + i / 4][half + i / 2 % 2 * 2];
+      top = larger_of(top, bits_from_float(number(packed, i % 2)) & 0x7fffffffu);
+    }
+  }
+#pragma unroll
+  for (uint32_t mask = 1; mask <= 2; mask *= 2) {
+    top = larger_of(top, bits_from_float(shuffle_xor(float_from_bits(top), mask)));
+  }
+  // As in load_row_of_queries; 2^(e - 12 + 24) has to be there.
+  constexpr uint32_t kLeast = 13, kMost = 242;
+  const uint32_t exponent = top >> 23;
+  const uint32_t e = exponent < kLeast ? kLeast : exponent > kMost ? kMost : exponent;
+  const float down = float_from_bits((127 + 12 + 127 - e) << 23);
+  float sums[Shape::kGroups] = {};
+#pragma unroll
+  for (uint32_t c = 0; c < Shape::kRowChunks; ++c) {
+    float x[8];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      x[i] = number(q[row_tile][2 * c + i / 4][half + i / 2 % 2 * 2], i % 2) * down;
+      sums[c / 2] += x[i];
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+      const float unit = j % 2 == 0 ? 1.0f : kCodeUnit / kUpperCodeUnit;
+      q[row_tile][2 * c + j / 2][half + j % 2 * 2] =
+          pack<Element::kF16>(x[j] * unit, x[j + 4] * unit);
+    }
+  }
+  float own = 0.0f;
+#pragma unroll
+  for (uint32_t g = 0; g < Shape::kGroups; ++g) {
+    float sum = sums[g];
+    sum += shuffle_xor(sum, 1);
+    sum += shuffle_xor(sum, 2);
+    own = lane_id() % 4 == g ? sum * kCodeUnit : own;
+  }
+  const uint32_t first = pack<Element::kBf16>(own, 0.0f);
+  own -= unpack<Element::kBf16>(first, 0);
+  const uint32_t second = pack<Element::kBf16>(own, 0.0f);
+  own -= unpack<Element::kBf16>(second, 0);
+  const SharedAddress sums_at = q_sums(row_tile) + half * 4;
+  store_shared(sums_at, first | second << 16);
+  store_shared(sums_at + 8, pack<Element::kBf16>(own, 0.0f) | (e + 12) << 7 << 16);
+#pragma unroll
+  for (uint32_t g = 0; g < Shape::kGroups; ++g) {
+    z[row_tile][half][g] = 0.0f;
+  }
+}
+
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& work) {
   const Request& request = work.request;
@@ -293,6 +460,8 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& wo
       if constexpr (Shape::kScaled) {
         load_row_of_queries(from + lane_id() % 4 * 4, valid, t, half, p.tensors.dtype_q,
                             p.scale_log2);
+      } else if constexpr (Shape::kStepped) {
+        load_row_for_codes(from + lane_id() % 4 * 8, valid, t, half, p.tensors.dtype_q);
       } else {
         from += lane_id() % 4 * 2;
 #pragma unroll
@@ -398,6 +567,9 @@ KVM_GPU void WarpTask<Shape>::copy_tile(const DecodeParams& p, const PageClass& 
   if constexpr (Shape::kScaled) {
     copy_scales(of, page, place.row, to + 2 * Shape::kPlaneBytes, n_tokens, ahead);
   }
+  if constexpr (Shape::kStepped) {
+    copy_steps(of, page, place.row, to + 2 * Shape::kPlaneBytes, n_tokens);
+  }
 }
 
 // Says which half of its word a scale is.
@@ -424,6 +596,36 @@ KVM_GPU void WarpTask<Shape>::copy_scales(const PageClass& of, const uint8_t* pa
   upper |= static_cast<uint32_t>(is_upper(of_k)) << ahead;
 }
 
+// The steps of a token are as many bytes as one copy takes.
+template <uint32_t kBytes>
+KVM_GPU void copy_steps_of_token(SharedAddress to, const void* from, bool valid) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  if constexpr (kBytes == 4) {
+    copy_async_4(to, from, valid);
+  } else if constexpr (kBytes == 8) {
+    copy_async_8(to, from, valid);
+  } else {
+    copy_async_16(to, from, valid);
+  }
+}
+
+// row: of this lane's token.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::copy_steps(const PageClass& of, const uint8_t* page, uint32_t row,
+                                         SharedAddress to, uint32_t n_tokens) {
+  constexpr uint32_t kBytes = Shape::kGroups * 4;
+  const uint8_t* const k = page + of.scales_offset_bytes + static_cast<uint64_t>(row) * kBytes;
+  const uint8_t* const v = k + of.v_scales_offset_bytes;
+  const bool valid = lane_id() % Shape::kTile < n_tokens;
+  if constexpr (Shape::kTile == 32) {
+    copy_steps_of_token<kBytes>(to + lane_id() * kBytes, k, valid);
+    copy_steps_of_token<kBytes>(to + Shape::kScaleBytes + lane_id() * kBytes, v, valid);
+  } else {
+    // Half of the lanes would have nothing to copy: they take those of V.
+    copy_steps_of_token<kBytes>(to + lane_id() * kBytes, lane_id() < Shape::kTile ? k : v, valid);
+  }
+}
+
 // The scales of this lane's token of a tile, V's above K's.
 template <class Shape>
 KVM_GPU uint32_t WarpTask<Shape>::own_scales(const PageClass& of, SharedAddress scales) {
@@ -437,8 +639,7 @@ KVM_GPU uint32_t WarpTask<Shape>::own_scales(const PageClass& of, SharedAddress 
 
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::scores(SharedAddress keys, Scores& s) {
-  const SharedAddress at =
-      keys + tile_offset<Shape>(lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2);
+  const SharedAddress at = first_keys<Shape>(keys);
   // Two chunks of 16 bytes of each key: a step of 16 channels or, of bytes, two.
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kRowChunks / 2; ++k) {
@@ -466,6 +667,145 @@ KVM_GPU void WarpTask<Shape>::scores(SharedAddress keys, Scores& s) {
       }
     }
   }
+  if constexpr (Shape::kRowChunks % 2 != 0) {
+    constexpr uint32_t kLast = Shape::kRowChunks - 1;
+    uint32_t b[4];
+    load_matrix_x4(b, keys + tile_offset<Shape>(lane_id(), kLast));
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      uint32_t wide[2];
+      widen<Shape::kElement>(b[i], wide);
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+        mma_16x8x16<Shape::kOperand>(s[t][i], q[t][kLast], wide[0], wide[1]);
+      }
+    }
+  }
+}
+
+// The steps of this thread's columns of 16 tokens: [score tile][column of it]. Four groups are
+// loaded one by one, where they are used: registers do not hold them all.
+template <uint32_t kGroups>
+struct StepsOfColumns {
+  static constexpr bool kAtOnce = kGroups < 4;
+  SharedAddress at;  // of the first column
+  uint32_t of[2][2][kAtOnce ? kGroups : 1];
+
+  // steps: of the first token.
+  KVM_GPU explicit StepsOfColumns(SharedAddress steps)
+      : at(steps + lane_id() % 4 * 2 * kGroups * 4) {
+    static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4);
+#pragma unroll
+    for (uint32_t tile = 0; tile < 2; ++tile) {
+      const SharedAddress from = at + tile * 8 * kGroups * 4;
+      if constexpr (kGroups == 1) {
+        const Word2 both = load_shared<Word2>(from);
+        of[tile][0][0] = both.x, of[tile][1][0] = both.y;
+      } else if constexpr (kGroups == 2) {
+        const Word4 all = load_shared<Word4>(from);
+        of[tile][0][0] = all.x, of[tile][0][1] = all.y, of[tile][1][0] = all.z,
+        of[tile][1][1] = all.w;
+      }
+    }
+  }
+  KVM_GPU void begin_group(uint32_t group) {
+    if constexpr (!kAtOnce) {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        of[i / 2][i % 2][0] =
+            load_shared<uint32_t>(at + ((i / 2 * 8 + i % 2) * kGroups + group) * 4);
+      }
+    }
+  }
+  // Of the group that was begun last.
+  KVM_GPU uint32_t word(uint32_t tile, uint32_t column, uint32_t group) const {
+    return of[tile][column][kAtOnce ? group : 0];
+  }
+};
+
+// As scores. First what zeros add to them, in one product of bf16, which has their range: a lane of
+// B has one zero for all three parts of the sum of a group's queries.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::scores_of_codes(const DecodeParams& p, SharedAddress keys,
+                                              SharedAddress steps, Scores& s) {
+  constexpr uint32_t kGroups = Shape::kGroups;
+  uint32_t sums[Shape::kRowTiles][4];
+#pragma unroll
+  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+    const Word4 own = load_shared<Word4>(q_sums(t));
+    sums[t][0] = own.x, sums[t][1] = own.y, sums[t][2] = own.z, sums[t][3] = own.w;
+  }
+  const SharedAddress zeros = steps + (lane_id() / 4 * kGroups + lane_id() % kGroups) * 4;
+  const SharedAddress at = first_keys<Shape>(keys);
+#pragma unroll
+  for (uint32_t n = 0; n < Shape::kTile / 16; ++n) {
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t column = n * 2 + h;
+      const uint32_t word = load_shared<uint32_t>(zeros + column * 8 * kGroups * 4);
+      const uint32_t twice = permute_bytes<0x3232>(word, 0), once = permute_bytes<0x5432>(word, 0);
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+        mma_16x8x16<Element::kBf16>(s[t][column], sums[t], twice, once);
+      }
+    }
+    StepsOfColumns<kGroups> own(steps + n * 16 * kGroups * 4);
+#pragma unroll
+    for (uint32_t g = 0; g < kGroups; ++g) {
+      own.begin_group(g);
+      uint32_t b[4];
+      load_matrix_x4(b, moved<Shape>(at, n * 16, g * 2));
+      float part[Shape::kRowTiles][2][4] = {};
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        uint32_t codes[4];
+        part_codes(b[i], codes);
+#pragma unroll
+        for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+          const uint32_t step = 4 * g + i % 2 * 2;
+          mma_16x8x16<Shape::kOperand>(part[t][i / 2], q[t][step], codes[0], codes[1]);
+          mma_16x8x16<Shape::kOperand>(part[t][i / 2], q[t][step + 1], codes[2], codes[3]);
+        }
+      }
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+        for (uint32_t h = 0; h < 2; ++h) {
+#pragma unroll
+          for (uint32_t i = 0; i < 4; ++i) {
+            s[t][n * 2 + h][i] += scale_of_steps(own.word(h, i % 2, g)) * part[t][h][i];
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const float unit = float_from_bits(sums[t][2 + i / 2] & 0xffff0000u) * p.scale_log2;
+#pragma unroll
+      for (uint32_t column = 0; column < Shape::kTile / 8; ++column) {
+        s[t][column][i] *= unit;
+      }
+    }
+  }
+}
+
+// What a maximum has of the value of this lane's token. broken: a step of it is not a number.
+template <class Shape>
+KVM_GPU float WarpTask<Shape>::own_log_steps(SharedAddress steps, bool* broken) {
+  const SharedAddress at = steps + lane_id() % Shape::kTile * Shape::kGroups * 4;
+  float top = 0.0f, sum = 0.0f;
+#pragma unroll
+  for (uint32_t g = 0; g < Shape::kGroups; ++g) {
+    const uint32_t own = load_shared<uint32_t>(at + g * 4);
+    const float scale = scale_of_steps(own), zero = fabsf(zero_of_steps(own)) * 0x1p-4f;
+    top = fmaxf(top, fmaxf(scale, zero));
+    sum += scale + zero;
+  }
+  *broken = sum != sum;
+  return bounded_log_scale(top);
 }
 
 // From scores, in units of log 2, to weights; brings the state of 16 rows to the new maximum.
@@ -488,7 +828,7 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, const Columns& columns,
     top = fmaxf(top, shuffle_xor(top, 2));
     // A row that has seen nothing yet: -inf - -inf would be NaN.
     const float base = top == minus_infinity() ? 0.0f : top;
-    const Decay<Shape::kScaled> decay(m[row_tile][half] - base);
+    const Decay<Shape::kNarrow> decay(m[row_tile][half] - base);
     factor[half] = decay.whole;
     grew = grew || top > m[row_tile][half];
     float sum = 0.0f;
@@ -514,13 +854,43 @@ KVM_GPU void WarpTask<Shape>::soften(uint32_t row_tile, const Columns& columns,
       o[row_tile][n][2] *= factor[1];
       o[row_tile][n][3] *= factor[1];
     }
+    if constexpr (Shape::kStepped) {
+#pragma unroll
+      for (uint32_t g = 0; g < Shape::kGroups; ++g) {
+        z[row_tile][0][g] *= factor[0];
+        z[row_tile][1][g] *= factor[1];
+      }
+    }
+  }
+}
+
+// Adds a chunk of values that are bytes: a is weights of 16 tokens, low and high are of 8 each.
+// Pairs of bytes were transposed: the even channels of the chunk make one tile of results, the odd
+// ones the next.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::add_bytes(const uint32_t (&a)[Shape::kRowTiles][4], uint32_t low,
+                                        uint32_t high, uint32_t chunk) {
+#pragma unroll
+  for (uint32_t i = 0; i < 2; ++i) {
+    uint32_t wide[2];
+    widen<Shape::kElement>(
+        i == 0 ? permute_bytes<0x6420>(low, high) : permute_bytes<0x7531>(low, high), wide);
+#pragma unroll
+    for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+      mma_16x8x16<Shape::kOperand>(o[t][2 * chunk + i], a[t], wide[0], wide[1]);
+    }
   }
 }
 
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values, const Scores& s) {
-  const SharedAddress at =
-      values + tile_offset<Shape>(lane_id() / 8 % 2 * 8 + lane_id() % 8, lane_id() / 16);
+  const SharedAddress at = first_values<Shape>(values);
+  // The chunk without a neighbour, of all 32 tokens.
+  [[maybe_unused]] constexpr uint32_t kLast = Shape::kRowChunks - 1;
+  [[maybe_unused]] uint32_t last[4];
+  if constexpr (Shape::kRowChunks % 2 != 0) {
+    load_matrix_x4_transposed(last, values + tile_offset<Shape>(lane_id(), kLast));
+  }
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kTile / 16; ++k) {
     // The accumulators of two score tiles are, packed, the A fragment of the next product.
@@ -532,30 +902,108 @@ KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values, const Scores& s) 
       a[t][2] = pack<Shape::kOperand>(s[t][2 * k + 1][0], s[t][2 * k + 1][1]);
       a[t][3] = pack<Shape::kOperand>(s[t][2 * k + 1][2], s[t][2 * k + 1][3]);
     }
+    if constexpr (Shape::kRowChunks % 2 != 0) {
+      add_bytes(a, last[2 * k], last[2 * k + 1], kLast);
+    }
 #pragma unroll
     for (uint32_t n = 0; n < Shape::kRowChunks / 2; ++n) {
       uint32_t b[4];
       load_matrix_x4_transposed(b, moved<Shape>(at, k * 16, n * 2));
       if constexpr (Shape::kScaled) {
-        // Pairs of bytes were transposed: the even channels of a chunk make one tile of results,
-        // the odd ones the next.
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-          const uint32_t low = b[i / 2 * 2], high = b[i / 2 * 2 + 1];
-          uint32_t wide[2];
-          widen<Shape::kElement>(
-              i % 2 == 0 ? permute_bytes<0x6420>(low, high) : permute_bytes<0x7531>(low, high),
-              wide);
-#pragma unroll
-          for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-            mma_16x8x16<Shape::kOperand>(o[t][4 * n + i], a[t], wide[0], wide[1]);
-          }
-        }
+        add_bytes(a, b[0], b[1], 2 * n);
+        add_bytes(a, b[2], b[3], 2 * n + 1);
       } else {
 #pragma unroll
         for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
           mma_16x8x16<Shape::kOperand>(o[t][2 * n], a[t], b[0], b[1]);
           mma_16x8x16<Shape::kOperand>(o[t][2 * n + 1], a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+}
+
+// Of a tile with values that are not numbers: rows that see one have it in their sum of zeros, and
+// its steps become 0, for no weight makes them harmless to the other rows. Rarely called, so that
+// add_codes need not ask.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::take_out_broken(SharedAddress steps, const Scores& s) {
+  constexpr uint32_t kGroups = Shape::kGroups;
+#pragma unroll
+  for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      const SharedAddress at = steps + (n * 8 + lane_id() % 4 * 2 + i) * kGroups * 4;
+#pragma unroll
+      for (uint32_t g = 0; g < kGroups; ++g) {
+        const uint32_t own = load_shared<uint32_t>(at + g * 4);
+        const float sum = scale_of_steps(own) + zero_of_steps(own);
+#pragma unroll
+        for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+          for (uint32_t half = 0; half < 2; ++half) {
+            if (sum != sum && s[t][n][2 * half + i] != 0.0f) {
+              z[t][half][g] = sum;
+            }
+          }
+        }
+      }
+    }
+  }
+  sync_warp();
+  const SharedAddress own_at = steps + lane_id() % Shape::kTile * kGroups * 4;
+#pragma unroll
+  for (uint32_t g = 0; g < kGroups; ++g) {
+    const uint32_t own = load_shared<uint32_t>(own_at + g * 4);
+    const float sum = scale_of_steps(own) + zero_of_steps(own);
+    if (sum != sum && lane_id() < Shape::kTile) {
+      store_shared(own_at + g * 4, uint32_t{0});
+    }
+  }
+  sync_warp();
+}
+
+// As add_values. Pairs of bytes were transposed, 4 channels of two tokens in a word: what
+// part_codes makes of it are the B fragments of 4 tiles of results, of channels 4 u + j for column
+// u of tile j.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::add_codes(SharedAddress values, SharedAddress steps,
+                                        const Scores& s) {
+  constexpr uint32_t kGroups = Shape::kGroups;
+  const SharedAddress at = first_values<Shape>(values);
+#pragma unroll
+  for (uint32_t k = 0; k < Shape::kTile / 16; ++k) {
+    StepsOfColumns<kGroups> own(steps + k * 16 * kGroups * 4);
+#pragma unroll
+    for (uint32_t g = 0; g < kGroups; ++g) {
+      own.begin_group(g);
+      uint32_t a[Shape::kRowTiles][4];
+#pragma unroll
+      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          // Columns of score tile 2 k + i / 2, in the upper rows or the lower ones.
+          const float* const weight = &s[t][2 * k + i / 2][i % 2 * 2];
+          const uint32_t left = own.word(i / 2, 0, g), right = own.word(i / 2, 1, g);
+          a[t][i] = pack<Shape::kOperand>(weight[0] * scale_of_steps(left),
+                                          weight[1] * scale_of_steps(right));
+          z[t][i % 2][g] += weight[0] * zero_of_steps(left);
+          z[t][i % 2][g] += weight[1] * zero_of_steps(right);
+        }
+      }
+      uint32_t b[4];
+      load_matrix_x4_transposed(b, moved<Shape>(at, k * 16, g * 2));
+#pragma unroll
+      for (uint32_t c = 0; c < 2; ++c) {
+        uint32_t low[4], high[4];
+        part_codes(b[2 * c], low);
+        part_codes(b[2 * c + 1], high);
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+          for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+            mma_16x8x16<Shape::kOperand>(o[t][8 * g + 4 * c + j], a[t], low[j], high[j]);
+          }
         }
       }
     }
@@ -632,22 +1080,31 @@ template <class Shape>
 KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, const PageClass& of,
                                             uint32_t piece, SharedAddress stage,
                                             uint32_t token_first, bool weighted) {
+  const SharedAddress scales = stage + 2 * Shape::kPlaneBytes;
   Scores s = {};
-  scores(stage, s);
   Columns columns;
-  if constexpr (Shape::kScaled) {
-    columns.spread(own_scales(of, stage + 2 * Shape::kPlaneBytes));
+  bool broken = false;
+  if constexpr (Shape::kStepped) {
+    scores_of_codes(p, stage, scales, s);
+    columns.spread(own_log_steps(scales + Shape::kScaleBytes, &broken));
+  } else {
+    scores(stage, s);
   }
+  if constexpr (Shape::kScaled) {
+    columns.spread(own_scales(of, scales));
+  }
+  if constexpr (!Shape::kStepped) {
 #pragma unroll
-  for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
+    for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
+      for (uint32_t i = 0; i < 4; ++i) {
 #pragma unroll
-      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-        if constexpr (Shape::kScaled) {
-          s[t][n][i] *= columns.key(n, i % 2) * q_scale[t][i / 2];
-        } else {
-          s[t][n][i] *= p.scale_log2;
+        for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+          if constexpr (Shape::kScaled) {
+            s[t][n][i] *= columns.key(n, i % 2) * q_scale[t][i / 2];
+          } else {
+            s[t][n][i] *= p.scale_log2;
+          }
         }
       }
     }
@@ -663,7 +1120,53 @@ KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, const PageCla
   for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
     soften(t, columns, s[t]);
   }
-  add_values(stage + Shape::kPlaneBytes, s);
+  if constexpr (Shape::kStepped) {
+    if (any_lane(broken)) {
+      take_out_broken(scales + Shape::kScaleBytes, s);
+    }
+    add_codes(stage + Shape::kPlaneBytes, scales + Shape::kScaleBytes, s);
+  } else {
+    add_values(stage + Shape::kPlaneBytes, s);
+  }
+}
+
+// Writes the channels of a row of the state that this lane has.
+template <class Shape>
+KVM_GPU void WarpTask<Shape>::store_row(SharedAddress to, uint32_t row_tile, uint32_t half) {
+  if constexpr (Shape::kStepped) {
+#pragma unroll
+    for (uint32_t g = 0; g < Shape::kGroups; ++g) {
+      const float zero = z[row_tile][half][g];
+#pragma unroll
+      for (uint32_t c = 0; c < 2; ++c) {
+        // Of 32 channels, the lane has 8 side by side: the j-th and j + 4-th in tile j.
+        const float(&of)[kOutTiles][4] = o[row_tile];
+        const uint32_t first = 8 * g + 4 * c;
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+          store_shared(to + ((g * 2 + c) * 32 + lane_id() % 4 * 8 + i * 4) * 4,
+                       Float4{of[first][2 * half + i] / kCodeUnit + zero,
+                              of[first + 1][2 * half + i] / kUpperCodeUnit + zero,
+                              of[first + 2][2 * half + i] / kCodeUnit + zero,
+                              of[first + 3][2 * half + i] / kUpperCodeUnit + zero});
+        }
+      }
+    }
+  } else if constexpr (Shape::kScaled) {
+#pragma unroll
+    for (uint32_t n = 0; n < kOutTiles; n += 2) {
+      const float(&even)[4] = o[row_tile][n];
+      const float(&odd)[4] = o[row_tile][n + 1];
+      store_shared(to + (n * 8 + lane_id() % 4 * 4) * 4,
+                   Float4{even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]});
+    }
+  } else {
+#pragma unroll
+    for (uint32_t n = 0; n < kOutTiles; ++n) {
+      store_shared(to + (n * 8 + lane_id() % 4 * 2) * 4,
+                   Float2{o[row_tile][n][2 * half], o[row_tile][n][2 * half + 1]});
+    }
+  }
 }
 
 // Writes the warp's state where its stages were.
@@ -678,29 +1181,20 @@ KVM_GPU void WarpTask<Shape>::store_state(uint32_t n_rows) {
       float sum = l[t][half];
       sum += shuffle_xor(sum, 1);
       sum += shuffle_xor(sum, 2);
+      if constexpr (Shape::kStepped) {
+#pragma unroll
+        for (float& zeros : z[t][half]) {
+          zeros += shuffle_xor(zeros, 1);
+          zeros += shuffle_xor(zeros, 2);
+        }
+      }
       const uint32_t row = t * 16 + half * 8 + lane_id() / 4;
       if (row < n_rows) {
         if (lane_id() % 4 == 0) {
           store_shared(m_at + row * 4, m[t][half]);
           store_shared(l_at + row * 4, sum);
         }
-        const SharedAddress to = stages + row * Shape::kStateStride * 4;
-        if constexpr (Shape::kScaled) {
-#pragma unroll
-          for (uint32_t n = 0; n < kOutTiles; n += 2) {
-            const float(&even)[4] = o[t][n];
-            const float(&odd)[4] = o[t][n + 1];
-            store_shared(
-                to + (n * 8 + lane_id() % 4 * 4) * 4,
-                Float4{even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]});
-          }
-        } else {
-#pragma unroll
-          for (uint32_t n = 0; n < kOutTiles; ++n) {
-            store_shared(to + (n * 8 + lane_id() % 4 * 2) * 4,
-                         Float2{o[t][n][2 * half], o[t][n][2 * half + 1]});
-          }
-        }
+        store_row(stages + row * Shape::kStateStride * 4, t, half);
       }
     }
   }
@@ -796,7 +1290,7 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
 #pragma unroll
     for (uint32_t warp = 0; warp < Shape::kWarps; ++warp) {
       const SharedAddress state = states + warp * Shape::kWarpBytes;
-      const Decay<Shape::kScaled> decay(load_shared<float>(state + m_at) - base);
+      const Decay<Shape::kNarrow> decay(load_shared<float>(state + m_at) - base);
       const float factor = decay.whole;
       const Float4 part = load_shared<Float4>(state + (row * Shape::kStateStride + channel) * 4);
       sum += decay.of_sum(load_shared<float>(state + l_at));
@@ -827,6 +1321,11 @@ KVM_GPU void finish_piece(const DecodeParams& p, const Work& work) {
 // Does the work of one thread of one block.
 template <class Shape>
 KVM_GPU void decode_thread(const DecodeParams& p) {
+  if (p.merge_follows) {
+    // At once: all blocks run by then, those of the merge take what is left of the SMs, and no
+    // instruction while they wait.
+    let_next_kernel_begin();
+  }
   uint32_t piece = block_id();
   do {
     // The piece is read again at its end: registers are what the loop over tiles is short of.

@@ -9,10 +9,14 @@
 namespace kvm::attention::gpu {
 namespace {
 
-// Two blocks run on an SM. Told so, the compiler has registers enough for shapes of which, left
-// alone, it would make four, and spill. Others stay as it makes them: 0 says nothing.
+// Two blocks run on an SM, or three where rows are of 4 bits and 64 channels. Told so, the compiler
+// has registers enough for shapes of which, left alone, it would make four, and spill. Others stay
+// as it makes them: 0 says nothing.
 template <class Shape>
-inline constexpr int kLeastBlocks = Shape::kDim == 96 ? 2 : 0;
+inline constexpr int kLeastBlocks =
+    Shape::kDim == 96                                              ? 2
+    : Shape::kStepped&& Shape::kDim == 64 && Shape::kRowTiles == 1 ? 3
+                                                                   : 0;
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, kLeastBlocks<Shape>)
@@ -156,10 +160,27 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
   if (blocks == 0) {
     return cudaSuccess;
   }
+  int major = 0;
+  cudaError_t error = current_major(&major);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  // Begins when the blocks of the kernel before say so, and waits for its end. In a graph that is
+  // captured it is an edge of its own kind, which captures know from CUDA 12.3 on.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kMergeThreads);
+  config.dynamicSmemBytes = kMergeSharedBytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = CUDART_VERSION >= 12030 && major >= 9 ? 1 : 0;
   const bool known = visit_head_dim(dim, [&]<class Tag>(Tag) {
-    merge_kernel<Tag::kDim><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
+    error = cudaLaunchKernelEx(&config, merge_kernel<Tag::kDim>, params);
   });
-  return known ? cudaGetLastError() : cudaErrorInvalidValue;
+  return known ? error : cudaErrorInvalidValue;
 }
 
 cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,

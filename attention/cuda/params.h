@@ -3,11 +3,12 @@
 // emulator.
 //
 // Keys and values lie in pages as docs/storage.md describes them: a K plane
-// [head of the class][page token][dim], then a V plane of the same shape; where rows are bytes,
-// then planes of scales in bf16, [head][page token], of K and of V. A page is named by an entry of
-// 32 bits, segment << 22 | slot: segments are what one process has mapped of the device pool, so
-// entries mean the same to every process and addresses need not. A page may hold several layers,
-// their parts one behind the other: one page table then serves them all.
+// [head of the class][page token][dim], then a V plane of the same shape; where rows are narrower
+// than 16 bits an element, then planes of parameters in bf16, of K and of V: a scale [head][page
+// token] of rows of bytes; scale and zero [head][page token][dim / 64] of rows of 4 bits. A page is
+// named by an entry of 32 bits, segment << 22 | slot: segments are what one process has mapped of
+// the device pool, so entries mean the same to every process and addresses need not. A page may
+// hold several layers, their parts one behind the other: one page table then serves them all.
 //
 // A request attends, with the heads of one class, to tokens of one page list. Heads of a layer that
 // keep different tokens are different requests with the same queries, in one launch: a head that
@@ -60,8 +61,8 @@ struct PageClass {
   uint32_t head_stride_bytes = 0;  // from head to head inside a plane
   uint32_t heads_first = 0;        // into PagePool::heads
   uint32_t n_heads = 0;
-  uint32_t scales_offset_bytes = 0;    // of rows of bytes: from a page to the scales of K
-  uint32_t v_scales_offset_bytes = 0;  // from the scale of a row of K to that of V
+  uint32_t scales_offset_bytes = 0;    // of narrow rows: from a page to the parameters of K
+  uint32_t v_scales_offset_bytes = 0;  // from those of a row of K to those of V
   uint32_t layer_offset_bytes = 0;     // from a page to the part of it that is the layer's
 };
 
@@ -134,7 +135,7 @@ struct AttendTensors {
   float* lse = nullptr;  // or null
   int64_t lse_stride_token = 0;
   int64_t lse_stride_head = 0;
-  Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are bytes, kF16 or kBf16
+  Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are narrow, kF16 or kBf16
   Dtype dtype_o = Dtype::kF32;   // kF32, kF16, kBf16
   uint32_t group = 1;            // q heads per kv head, 1 to kMaxGpuGroup
   // [q head] a logit without a value that counts in every sum of the head, or null; -inf counts
@@ -156,6 +157,9 @@ struct DecodeParams {
   // Soft cap c of logits, c * tanh(logit / c): c times log2(e), 0 for none; and 2 / c.
   float softcap_log2 = 0.0f;
   float softcap_rate = 0.0f;
+  // The next launch on the stream merges the partial states. It may begin early, and waits for this
+  // one; whatever else is launched next might not.
+  bool merge_follows = false;
 };
 
 // REQUIRES: softcap is 0 or positive.
@@ -177,21 +181,28 @@ struct MergeParams {
   uint32_t block_rows = 0;  // row stride of the partial states
 };
 
-// Says whether there are kernels for pages of the codec.
+// Says whether there are kernels for pages of the codec. Of those that CPUs encode by the page,
+// only the one whose rows need nothing of their neighbours: a device encodes them as they come.
 constexpr bool is_on_devices(CodecId id) {
   const codecs::Codec& codec = codecs::codec_of(id);
-  return codec.has_kernels() && codec.elem != vec::kElemF32;
+  return id == codecs::kI4 || (codec.has_kernels() && codec.elem != vec::kElemF32);
 }
 
-// Channels of heads that there are kernels for; in rows of bytes not all of them.
+// Bytes of the parameters of a row: of its scale, or of the steps of its groups. REQUIRES:
+// is_on_devices.
+constexpr uint32_t row_params_bytes(CodecId codec, uint32_t dim) {
+  const codecs::Codec& of = codecs::codec_of(codec);
+  return of.is_scaled() ? static_cast<uint32_t>(of.head_params_bytes(dim) / kPageTokens) : 0;
+}
+
+// Channels of heads that there are kernels for; in rows of 4 bits not all of them.
 inline constexpr uint32_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
 
 // Says whether there are kernels for heads of so many channels in pages of the codec, which has
 // some.
 constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
-  const bool of_bytes = vec::elem_bytes(codecs::codec_of(codec).elem) == 1;
   return dim == 64 || dim == 128 || dim == 256 ||
-         (!of_bytes && (dim == 80 || dim == 96 || dim == 192));
+         (codec != codecs::kI4 && (dim == 80 || dim == 96 || dim == 192));
 }
 
 // A DecodeKernel names one kernel: codec of K and V; channels; rows of a block (block_rows_for).
@@ -203,7 +214,8 @@ struct DecodeKernel {
 
 // Rows of a block where the largest request has `rows`: 32 where there is such a shape (shapes.h).
 constexpr uint32_t block_rows_for(CodecId codec, uint32_t dim, uint32_t rows) {
-  const uint32_t most_dim = vec::elem_bytes(codecs::codec_of(codec).elem) == 1 ? 64 : 128;
+  const uint32_t bits = codecs::codec_of(codec).bits();
+  const uint32_t most_dim = bits == 4 ? 64 : bits == 8 ? 96 : 128;
   return rows <= 16 || dim > most_dim ? 16 : 32;
 }
 

@@ -14,46 +14,74 @@ namespace kvm::attention::gpu {
 
 inline constexpr uint32_t kMostSharedBytes = 99 << 10;
 
-template <Element kElement, uint32_t kDim, uint32_t kRowTiles, bool kScaled = kIsScaled<kElement>>
+template <Element kElement, uint32_t kDim, uint32_t kRowTiles,
+          uint32_t kBits = kElementBits<kElement>>
 struct ShapeOf;
 template <Element kElement, uint32_t kRowTiles>
-struct ShapeOf<kElement, 64, kRowTiles, false> {
+struct ShapeOf<kElement, 64, kRowTiles, 16> {
   using Type = DecodeShape<kElement, 64, 32, 3, 4, kRowTiles>;
 };
 template <Element kElement, uint32_t kRowTiles>
-struct ShapeOf<kElement, 128, kRowTiles, false> {
+struct ShapeOf<kElement, 128, kRowTiles, 16> {
   using Type = DecodeShape<kElement, 128, 16, 3, 4, kRowTiles>;
 };
 template <Element kElement, uint32_t kRowTiles>
-struct ShapeOf<kElement, 80, kRowTiles, false> {
+struct ShapeOf<kElement, 80, kRowTiles, 16> {
   using Type = DecodeShape<kElement, 80, 16, 4, 4, kRowTiles>;
 };
 template <Element kElement, uint32_t kRowTiles>
-struct ShapeOf<kElement, 96, kRowTiles, false> {
+struct ShapeOf<kElement, 96, kRowTiles, 16> {
   using Type = DecodeShape<kElement, 96, 16, 4, 4, kRowTiles>;
 };
 // 32 rows of more than 128 channels have no room in the registers: two blocks of rows, the second
 // of which finds K and V in the cache.
 template <Element kElement>
-struct ShapeOf<kElement, 192, 1, false> {
+struct ShapeOf<kElement, 192, 1, 16> {
   using Type = DecodeShape<kElement, 192, 16, 4, 2, 1>;
 };
 template <Element kElement>
-struct ShapeOf<kElement, 256, 1, false> {
+struct ShapeOf<kElement, 256, 1, 16> {
   using Type = DecodeShape<kElement, 256, 16, 3, 2, 1>;
 };
-// Rows of bytes. Their scales take registers too: no 32 rows of 128 channels.
+// Rows of bytes. Their scales take registers too: no 32 rows of 128 channels. Rows of 80 are 5
+// chunks, of which the last has no neighbour: products take it of 32 tokens.
 template <Element kElement, uint32_t kRowTiles>
-struct ShapeOf<kElement, 64, kRowTiles, true> {
+struct ShapeOf<kElement, 64, kRowTiles, 8> {
   using Type = DecodeShape<kElement, 64, 32, 5, 4, kRowTiles>;
 };
 template <Element kElement>
-struct ShapeOf<kElement, 128, 1, true> {
+struct ShapeOf<kElement, 128, 1, 8> {
   using Type = DecodeShape<kElement, 128, 32, 3, 4, 1>;
 };
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 80, kRowTiles, 8> {
+  using Type = DecodeShape<kElement, 80, 32, 4, 4, kRowTiles>;
+};
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 96, kRowTiles, 8> {
+  using Type = DecodeShape<kElement, 96, 32, 3, 4, kRowTiles>;
+};
 template <Element kElement>
-struct ShapeOf<kElement, 256, 1, true> {
+struct ShapeOf<kElement, 192, 1, 8> {
+  using Type = DecodeShape<kElement, 192, 16, 4, 4, 1>;
+};
+template <Element kElement>
+struct ShapeOf<kElement, 256, 1, 8> {
   using Type = DecodeShape<kElement, 256, 16, 3, 4, 1>;
+};
+
+// Rows of 4 bits.
+template <Element kElement, uint32_t kRowTiles>
+struct ShapeOf<kElement, 64, kRowTiles, 4> {
+  using Type = DecodeShape<kElement, 64, 32, 8, 4, kRowTiles>;
+};
+template <Element kElement>
+struct ShapeOf<kElement, 128, 1, 4> {
+  using Type = DecodeShape<kElement, 128, 32, 4, 4, 1>;
+};
+template <Element kElement>
+struct ShapeOf<kElement, 256, 1, 4> {
+  using Type = DecodeShape<kElement, 256, 16, 4, 4, 1>;
 };
 
 // The shape that code for sm_80 has instead: with as many stages as let two blocks run on an SM,
@@ -63,8 +91,8 @@ struct ShapeOf<kElement, 256, 1, true> {
 inline constexpr uint32_t kHalfOfSm80 = 81 << 10;
 template <class Shape>
 using Sm80Shape = DecodeShape<Shape::kElement, Shape::kDim, Shape::kTile,
-                              kHalfOfSm80 / (Shape::kWarps * Shape::kStageBytes), Shape::kWarps,
-                              Shape::kRowTiles>;
+                              (kHalfOfSm80 / Shape::kWarps - Shape::kSumBytes) / Shape::kStageBytes,
+                              Shape::kWarps, Shape::kRowTiles>;
 
 template <uint32_t kDimValue>
 struct DimTag {
@@ -87,7 +115,7 @@ bool visit_head_dim(uint32_t dim, Visit visit) {
 template <Element kElement, class Visit>
 bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
   const uint32_t shape = dim * 4 + block_rows / 16;
-  if constexpr (!kIsScaled<kElement>) {
+  if constexpr (!kHasSteps<kElement>) {
     switch (shape) {
       case 80 * 4 + 1:
         visit(typename ShapeOf<kElement, 80, 1>::Type{});
@@ -119,7 +147,7 @@ bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
       visit(typename ShapeOf<kElement, 128, 1>::Type{});
       return true;
     case 128 * 4 + 2:
-      if constexpr (kIsScaled<kElement>) {
+      if constexpr (kIsNarrow<kElement>) {
         return false;
       } else {
         visit(typename ShapeOf<kElement, 128, 2>::Type{});
@@ -143,6 +171,10 @@ template <class Visit>
 bool visit_element(CodecId id, Visit visit) {
   if (!is_on_devices(id)) {
     return false;
+  }
+  if (id == codecs::kI4) {
+    visit(ElementTag<Element::kI4>{});
+    return true;
   }
   switch (codecs::codec_of(id).elem) {
     case vec::kElemBf16:

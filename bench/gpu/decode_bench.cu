@@ -37,17 +37,19 @@ class Bench {
     const Workload workload(spec, memory_);
     const double us = workload.measure_us(args_, least_us + 8);
     print_figure("decode", spec.name(), "us", us);
-    // Rows of bytes have as many numbers to compute with in half of the bytes.
-    const bool scaled = codecs::codec_of(spec.codec).is_scaled();
+    // Narrow rows have as many numbers to compute with in half of the bytes, or a quarter.
+    const uint32_t bits = codecs::codec_of(spec.codec).bits();
+    const double narrow_share = bits == 4 ? 0.50 : 0.70;
+    const bool is_narrow = bits < 16;
     if (bytes >= 16e6) {
-      print_bar(
-          {"time", spec.name(), "us", us, least_us, 8 + least_us / (scaled ? 0.70 : 0.85), false});
+      print_bar({"time", spec.name(), "us", us, least_us,
+                 8 + least_us / (is_narrow ? narrow_share : 0.85), false});
     }
-    const double limit = share_limit != 0            ? share_limit
-                         : scaled && bytes >= 256e6  ? 0.70
-                         : !scaled && bytes >= 512e6 ? 0.85
-                         : !scaled && bytes >= 256e6 ? 0.80
-                                                     : 0;
+    const double limit = share_limit != 0               ? share_limit
+                         : is_narrow && bytes >= 256e6  ? narrow_share
+                         : !is_narrow && bytes >= 512e6 ? 0.85
+                         : !is_narrow && bytes >= 256e6 ? 0.80
+                                                        : 0;
     if (limit != 0) {
       print_bar({"share of read ceiling", spec.name(), "fraction", least_us / us, 1, limit, true});
     }
@@ -139,10 +141,10 @@ class Bench {
     decode(spec);
   }
 
-  // Rows of bytes. Afterwards the memory holds such.
-  void bytes() {
+  // Narrow rows. Afterwards the memory holds bytes.
+  void narrow() {
     fill_random_bytes(memory_.data(), memory_.size(), nullptr);
-    for (const CodecId codec : {CodecId::kI8, CodecId::kF8}) {
+    for (const CodecId codec : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
       WorkloadSpec spec;
       spec.codec = codec;
       for (const uint32_t batch : {1u, 2u, 8u}) {
@@ -200,7 +202,7 @@ int run_bench(const Args& args) {
   bench.skewed();
   bench.rows();
   bench.shapes();
-  bench.bytes();
+  bench.narrow();
   return bars_missed() == missed ? 0 : 1;
 }
 

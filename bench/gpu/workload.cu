@@ -57,7 +57,8 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
   of.head_stride_bytes = static_cast<uint32_t>(spec.page_tokens * codec.row_bytes(spec.dim));
   of.v_offset_bytes = uint64_t{n_heads} * of.head_stride_bytes;
   of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
-  of.v_scales_offset_bytes = codec.is_scaled() ? n_heads * spec.page_tokens * sizeof(uint16_t) : 0;
+  of.v_scales_offset_bytes =
+      n_heads * spec.page_tokens * attention::gpu::row_params_bytes(spec.codec, spec.dim);
   const uint64_t part_bytes = round_up(2 * (of.v_offset_bytes + of.v_scales_offset_bytes), 16);
   of.page_bytes = part_bytes * std::max(1u, spec.layers_per_page);
   classes_ = {of};
@@ -167,6 +168,7 @@ void Workload::plan(uint32_t blocks) {
     params.work = reinterpret_cast<const Work*>(work_.data());
     params.partial_o = reinterpret_cast<float*>(partial_o_.data());
     params.partial_lse = reinterpret_cast<float*>(partial_lse_.data());
+    params.merge_follows = !plan_.merges.empty();
   }
   merge_.tensors = decode_[0].tensors;
   merge_.merges = reinterpret_cast<const Merge*>(merges_.data());

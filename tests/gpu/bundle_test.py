@@ -34,7 +34,8 @@ USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 DECODE = re.compile(r"decode_kernel\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)E")
 MERGE = re.compile(r"merge_kernelILj(\d+)E")
 APPEND = re.compile(r"append_kernelIL\S*ElementE(\d)E")
-ELEMENT = {"0": "bf16", "1": "fp16", "2": "int8", "3": "fp8"}
+ELEMENT = {"0": "bf16", "1": "fp16", "2": "int8", "3": "fp8", "4": "int4"}
+ELEMENT_BITS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "int4": 4}
 
 
 def kernel_name(symbol):
@@ -102,9 +103,8 @@ def loop_lengths(text):
     for (architecture, symbol), code in sass.parse(text).items():
         if match := DECODE.search(symbol):
             element, dim, tile, _, _, row_tiles = map(int, match.groups())
-            element_bytes = 1 if ELEMENT[str(element)] in ("int8", "fp8") else 2
             lengths[architecture, kernel_name(symbol)] = sass.per_kib(
-                code, element_bytes, dim, tile, row_tiles)
+                code, ELEMENT_BITS[ELEMENT[str(element)]], dim, tile, row_tiles)
     return lengths
 
 

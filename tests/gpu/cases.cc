@@ -12,6 +12,7 @@
 #include "base/splitmix.h"
 #include "codecs/float8.h"
 #include "codecs/int8.h"
+#include "codecs/low_bits.h"
 
 namespace kvm::attention::gpu::testing {
 namespace {
@@ -20,6 +21,7 @@ constexpr uint32_t kSegments = 3;
 constexpr uint16_t kNan16 = 0xffff;
 // Elements between rows of tensors that no kernel may touch.
 constexpr uint32_t kGap = 8;
+constexpr uint32_t kGroup = codecs::Codec::kGroupChannels;
 
 // Random numbers that are functions of what they belong to: no order of drawing to keep.
 uint64_t mix(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t c = 0, uint64_t d = 0) {
@@ -71,6 +73,7 @@ enum Stream : uint64_t {
   kPages,
   kTree,
   kScales,
+  kZeros,
   kSinks,
   kAppends
 };
@@ -275,7 +278,8 @@ std::vector<CaseSpec> all_cases() {
   }
   // Sinks: every shape, whole and in pieces; rows that see nothing else; beside everything else
   // that changes a sum.
-  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId codec :
+       {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     for (const uint32_t dim : kHeadDims) {
       if (!is_head_dim_on_devices(codec, dim)) {
         continue;
@@ -335,11 +339,14 @@ std::vector<CaseSpec> all_cases() {
        .tree = true,
        .softcap = 3.0f,
        .q_size = 6.0f});
-  // Rows of bytes: every shape, with lengths, splits, several queries, trees and caps; scales of
+  // Narrow rows: every shape, with lengths, splits, several queries, trees and caps; scales of
   // keys and queries that fp16 does not have; values of very different sizes.
-  for (const CodecId codec : {CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId codec : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     const Dtype dtype_q = codec == CodecId::kI8 ? Dtype::kBf16 : Dtype::kF16;
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
+      if (!is_head_dim_on_devices(codec, dim)) {
+        continue;
+      }
       add({.codec = codec,
            .dim = dim,
            .group = 4,
@@ -448,6 +455,19 @@ std::vector<CaseSpec> all_cases() {
            .lengths = {page % 100 * 2, 177},
            .uneven = true});
     }
+    for (const uint32_t dim : {80u, 96u, 192u}) {
+      for (const uint32_t page : {1u, 24u, 1000u}) {
+        if (codec != codecs::kI4) {
+          add({.name = "uneven",
+               .codec = codec,
+               .dim = dim,
+               .page_tokens = page,
+               .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 3, .window = 90}},
+               .lengths = {page * 2, 177, 300},
+               .uneven = true});
+        }
+      }
+    }
     for (const uint32_t window : {40u, 77u}) {
       add({.name = "scales of windows",
            .codec = codec,
@@ -489,7 +509,8 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     lies.page_bytes = 2 * lies.v_offset_bytes;
     if (codecs::codec_of(spec_.codec).is_scaled()) {
       lies.scales_offset_bytes = static_cast<uint32_t>(lies.page_bytes);
-      lies.v_scales_offset_bytes = of.n_heads * spec_.page_tokens * 2;
+      lies.v_scales_offset_bytes =
+          of.n_heads * spec_.page_tokens * row_params_bytes(spec_.codec, spec_.dim);
       lies.page_bytes += round_up(2 * lies.v_scales_offset_bytes, 16);
     }
     lies.heads_first = heads_first;
@@ -579,25 +600,42 @@ uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, ui
   if (!codecs::codec_of(spec_.codec).is_scaled()) {
     return narrow(number, half_of(spec_.codec));
   }
-  const uint16_t scale = scale_of(sequence, kv_head, position, is_v);
+  const uint16_t scale = scale_of(sequence, kv_head, position, channel / kGroup, is_v);
   if (scale == 0 || std::isnan(bf16_to_f32(scale))) {
     return 0;  // as encoders have it
   }
   // The largest magnitude is near the largest code.
+  if (spec_.codec == codecs::kI4) {
+    return static_cast<uint16_t>(std::clamp(std::nearbyint(7.5f + number * 3.5f), 0.0f, 15.0f));
+  }
   return spec_.codec == CodecId::kI8
              ? static_cast<uint16_t>(static_cast<int>(std::nearbyint(number * 31.0f)) & 0xff)
              : to_e4m3(number * 110.0f);
 }
 
-uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v) const {
-  const uint64_t bits = mix(seed_, kScales, sequence * 64 + kv_head, position, is_v ? 1 : 0);
-  const float size = spec_.codec == CodecId::kI8 ? 1.0f / 31.0f : 1.0f / 110.0f;
+// Of values of 4 bits that are far apart, some of the large ones have one number for all channels.
+bool Case::is_flat(uint32_t position) const {
+  return spec_.codec == codecs::kI4 && spec_.far != 0 && position / 64 % 4 == 1;
+}
+
+// Rows of bytes have one scale, rows of 4 bits one for each group.
+uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t group,
+                        bool is_v) const {
+  const bool of_groups = spec_.codec == codecs::kI4;
+  const uint64_t bits = mix(seed_, kScales, sequence * 64 + kv_head, position,
+                            (of_groups ? 2 * group : 0) + (is_v ? 1 : 0));
+  const float size = of_groups                     ? 1.0f / 3.5f
+                     : spec_.codec == CodecId::kI8 ? 1.0f / 31.0f
+                                                   : 1.0f / 110.0f;
   const float factor = 0.5f + static_cast<float>(bits & 0xffff) / 65536.0f;
   if (spec_.not_numbers && position % 50 == 49 && is_v == (position % 100 == 99)) {
     return f32_to_bf16(std::numeric_limits<float>::quiet_NaN());
   }
   if (!is_v) {
     return f32_to_bf16(spec_.k_size * size * factor);
+  }
+  if (is_flat(position)) {
+    return 0;
   }
   if (!spec_.uneven) {
     return f32_to_bf16(std::ldexp(size * factor, position / 64 % 2 == 0 ? -spec_.far : spec_.far));
@@ -606,14 +644,35 @@ uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, 
   return exponent < 4 ? 0 : f32_to_bf16(std::ldexp(size * factor, exponent - 34));
 }
 
+// Of a group of a row of 4 bits. Where the scale is 0, all elements are the zero: 0 or any number.
+uint16_t Case::zero_of(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t group,
+                       bool is_v) const {
+  const uint64_t bits = mix(seed_, kZeros, sequence * 64 + kv_head, position, 2 * group + is_v);
+  const float scale = bf16_to_f32(scale_of(sequence, kv_head, position, group, is_v));
+  if (is_v && is_flat(position)) {
+    return f32_to_bf16(std::ldexp(1.0f + gaussian(bits) / 4.0f, spec_.far));
+  }
+  if (scale == 0) {
+    const int exponent = static_cast<int>(bits >> 32 & 31) - 15;
+    return bits % 2 == 0 ? 0 : f32_to_bf16(std::ldexp(1.0f, exponent));
+  }
+  // Codes around 7.5 stand for numbers around 0, give or take a few steps.
+  return f32_to_bf16(scale * (-7.5f + 2.0f * gaussian(bits)));
+}
+
 double Case::value(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                    bool is_v) const {
   const uint16_t bits = stored(sequence, kv_head, position, channel, is_v);
   if (!codecs::codec_of(spec_.codec).is_scaled()) {
     return widen(bits, half_of(spec_.codec));
   }
+  const uint32_t group = channel / kGroup;
+  if (spec_.codec == codecs::kI4) {
+    const double scale = bf16_to_f32(scale_of(sequence, kv_head, position, group, is_v));
+    return bits * scale + bf16_to_f32(zero_of(sequence, kv_head, position, group, is_v));
+  }
   return (spec_.codec == CodecId::kI8 ? static_cast<int8_t>(bits) : from_e4m3(bits)) *
-         bf16_to_f32(scale_of(sequence, kv_head, position, is_v));
+         bf16_to_f32(scale_of(sequence, kv_head, position, 0, is_v));
 }
 
 float Case::weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) const {
@@ -625,6 +684,28 @@ float Case::weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) co
     return -std::numeric_limits<float>::infinity();
   }
   return 2.0f * gaussian(bits);
+}
+
+// Writes a row, and its parameters where it has some.
+void Case::store_row(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v,
+                     uint8_t* row, uint8_t* params) const {
+  const uint32_t bits = codecs::codec_of(spec_.codec).bits();
+  for (uint32_t i = 0; i < spec_.dim; ++i) {
+    const uint16_t element = stored(sequence, kv_head, position, i, is_v);
+    if (bits == 4) {
+      uint8_t& two = row[i / 2];
+      two = static_cast<uint8_t>(i % 2 == 0 ? element : two | element << 4);
+    } else {
+      std::memcpy(row + i * bits / 8, &element, bits / 8);
+    }
+  }
+  const uint32_t n_params = row_params_bytes(spec_.codec, spec_.dim) / 2;
+  for (uint32_t i = 0; i < n_params; ++i) {
+    // One scale, or scale and zero of each group.
+    const uint16_t param = i % 2 == 0 ? scale_of(sequence, kv_head, position, i / 2, is_v)
+                                      : zero_of(sequence, kv_head, position, i / 2, is_v);
+    std::memcpy(params + 2 * i, &param, 2);
+  }
 }
 
 // Lays the tokens that a class keeps of a sequence into pages, and makes the request.
@@ -679,18 +760,14 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
       }
       for (uint32_t head = 0; head < lies.n_heads; ++head) {
         const uint32_t kv_head = heads[lies.heads_first + head];
-        const auto size = static_cast<uint32_t>(codecs::codec_of(spec_.codec).row_bytes(1));
-        uint8_t* k = base + head * lies.head_stride_bytes + row * spec_.dim * size;
-        uint8_t* scale = base + lies.scales_offset_bytes + (head * page + row) * 2;
+        const uint64_t of_head = uint64_t{head} * page + row;
         for (const bool is_v : {false, true}) {
-          for (uint32_t i = 0; i < spec_.dim; ++i) {
-            const uint16_t bits = stored(sequence, kv_head, position, i, is_v);
-            std::memcpy(k + (is_v ? lies.v_offset_bytes : 0) + i * size, &bits, size);
-          }
-          if (codecs::codec_of(spec_.codec).is_scaled()) {
-            const uint16_t bits = scale_of(sequence, kv_head, position, is_v);
-            std::memcpy(scale + (is_v ? lies.v_scales_offset_bytes : 0), &bits, 2);
-          }
+          store_row(sequence, kv_head, position, is_v,
+                    base + of_head * codecs::codec_of(spec_.codec).row_bytes(spec_.dim) +
+                        (is_v ? lies.v_offset_bytes : 0),
+                    base + lies.scales_offset_bytes +
+                        of_head * row_params_bytes(spec_.codec, spec_.dim) +
+                        (is_v ? lies.v_scales_offset_bytes : 0));
         }
         if (request.log_weights >= 0) {
           log_weights[static_cast<size_t>(request.log_weights) +
@@ -757,6 +834,7 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
   params.work = plan.work.data();
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
+  params.merge_follows = !plan.merges.empty();
   set_scale(&params, softmax_scale(spec_), spec_.softcap);
   return params;
 }
@@ -875,7 +953,8 @@ Case::Errors Case::errors() {
   Errors errors;
   // Weights and results rounded to bf16: 2^-9 of each at most; to fp16, an eighth of that.
   const bool bf16 = spec_.codec == CodecId::kBf16 || spec_.dtype_o == Dtype::kBf16;
-  errors.bound_o = bf16 ? 5e-3 : 1e-3;
+  // Weights are rounded beside codes that count from the smallest element, not from 0.
+  errors.bound_o = bf16 ? 5e-3 : spec_.codec == codecs::kI4 ? 2e-3 : 1e-3;
   errors.bound_lse = 1e-4;
   const uint64_t stride = spec_.dim + kGap;
   const uint32_t size = dtype_size_bytes(spec_.dtype_o);
@@ -921,18 +1000,52 @@ namespace {
 
 constexpr uint32_t kAppendTokens = 11, kAppendHeads = 3, kAppendPages = 8;
 
-// A row of pages as the CPU's codecs make it, and the bits of its scale.
+// A row of pages as the CPU's codecs make it, and its parameters.
 struct StoredRow {
   std::vector<uint8_t> bytes;
-  uint16_t scale = 0;
+  std::vector<uint16_t> params;
 };
+// Codes of 4 bits are made of whole pages: here, of one whose rows are all alike. Groups that no
+// page may have are 0 there.
+StoredRow stored_row_of_codes(std::vector<float> row) {
+  constexpr uint16_t kNan = 0x7fc0;
+  const codecs::Codec& codec = codecs::codec_of(codecs::kI4);
+  const auto n = static_cast<uint32_t>(row.size());
+  std::vector<bool> is_broken(n / kGroup);
+  for (uint32_t g = 0; g < n / kGroup; ++g) {
+    const auto begin = row.begin() + g * kGroup, end = begin + kGroup;
+    is_broken[g] = !std::all_of(begin, end, [](float x) { return std::fabs(x) <= 0x1p126f; });
+    if (is_broken[g]) {
+      std::fill(begin, end, 0.0f);
+    }
+  }
+  std::vector<float> page;
+  for (uint32_t t = 0; t < kPageTokens; ++t) {
+    page.insert(page.end(), row.begin(), row.end());
+  }
+  std::vector<uint8_t> codes(codec.head_rows_bytes(n));
+  std::vector<uint16_t> params(codec.n_scales(n));
+  KVM_ASSERT(codecs::encode_low_bits(codec, page.data(), n, nullptr, codes.data(), params.data()));
+  codes.resize(codec.row_bytes(n));
+  params.resize(row_params_bytes(codecs::kI4, n) / 2);
+  for (uint32_t g = 0; g < n / kGroup; ++g) {
+    if (is_broken[g]) {
+      params[2 * g] = params[2 * g + 1] = kNan;
+    }
+  }
+  return {std::move(codes), std::move(params)};
+}
 StoredRow stored_row(const std::vector<float>& row, CodecId to) {
   const auto n = static_cast<uint32_t>(row.size());
-  StoredRow stored{std::vector<uint8_t>(codecs::codec_of(to).row_bytes(n)), 0};
+  if (to == codecs::kI4) {
+    return stored_row_of_codes(row);
+  }
+  StoredRow stored{std::vector<uint8_t>(codecs::codec_of(to).row_bytes(n)), {}};
   if (to == CodecId::kI8) {
-    stored.scale = codecs::encode_i8(row.data(), n, reinterpret_cast<int8_t*>(stored.bytes.data()));
+    stored.params = {
+        codecs::encode_i8(row.data(), n, reinterpret_cast<int8_t*>(stored.bytes.data()))};
   } else if (to == CodecId::kF8) {
-    stored.scale = codecs::encode_f8(row.data(), n, stored.bytes.data());
+    stored.params = {codecs::encode_f8(row.data(), n, stored.bytes.data())};
   } else {
     for (uint32_t i = 0; i < n; ++i) {
       const uint16_t bits = narrow(row[i], half_of(to));
@@ -968,7 +1081,8 @@ float append_number(uint32_t kind, uint32_t channel, uint64_t bits) {
 
 std::vector<AppendSpec> all_appends() {
   std::vector<AppendSpec> specs;
-  for (const CodecId to : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId to :
+       {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     for (const Dtype from : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
       specs.push_back({from, to, 64, 16});
     }
@@ -976,9 +1090,14 @@ std::vector<AppendSpec> all_appends() {
   specs.push_back({Dtype::kF32, CodecId::kF16, 80, 3});
   specs.push_back({Dtype::kBf16, CodecId::kBf16, 96, 64});
   specs.push_back({Dtype::kF16, CodecId::kBf16, 192, 16});
-  for (const CodecId to : {CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId to : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     specs.push_back({Dtype::kF32, to, 128, 3});
     specs.push_back({Dtype::kBf16, to, 256, 64});
+    for (const uint32_t dim : {80u, 96u, 192u}) {
+      if (is_head_dim_on_devices(to, dim)) {
+        specs.push_back({dim == 96 ? Dtype::kBf16 : Dtype::kF32, to, dim, 16});
+      }
+    }
   }
   return specs;
 }
@@ -996,7 +1115,8 @@ AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
     of.head_stride_bytes = spec_.page_tokens * row_bytes;
     of.v_offset_bytes = uint64_t{of.n_heads} * of.head_stride_bytes;
     of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
-    of.v_scales_offset_bytes = of.n_heads * spec_.page_tokens * 2;
+    of.v_scales_offset_bytes =
+        of.n_heads * spec_.page_tokens * row_params_bytes(spec_.to, spec_.dim);
     of.page_bytes = pages.size() / kAppendPages;
     of.layer_offset_bytes = 32 * spec_.page_tokens;  // behind something else
   }
@@ -1052,11 +1172,10 @@ void AppendCase::expect_token(const AppendToken& token) {
     std::memcpy(
         page + is_v * of.v_offset_bytes + head * of.head_stride_bytes + token.row * row_bytes,
         row.bytes.data(), row_bytes);
-    if (codecs::codec_of(spec_.to).is_scaled()) {
-      std::memcpy(page + of.scales_offset_bytes + is_v * of.v_scales_offset_bytes +
-                      (head * spec_.page_tokens + token.row) * 2,
-                  &row.scale, 2);
-    }
+    const auto params_bytes = static_cast<uint32_t>(row.params.size() * 2);
+    std::copy_n(reinterpret_cast<const uint8_t*>(row.params.data()), params_bytes,
+                page + of.scales_offset_bytes + is_v * of.v_scales_offset_bytes +
+                    (head * spec_.page_tokens + token.row) * params_bytes);
   }
 }
 

@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <utility>
 
 #include "base/codec_id.h"
@@ -50,6 +52,22 @@ float number_of(uint64_t seed) {
   const uint64_t sum =
       (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
   return (static_cast<float>(sum) * 0x1p-16f - 2.0f) * 1.7f;
+}
+
+// What a group of channels reads as once it is in pages of int4 (codecs/low_bits.h).
+void read_as_int4(std::span<float> group) {
+  // Down to bf16, and up.
+  const auto cut = [](float x, bool up) {
+    const float near = bf16_to_f32(f32_to_bf16(x));
+    return near == x || (near > x) == up
+               ? near
+               : bf16_to_f32(f32_to_bf16(x + (up ? 1.0f : -1.0f) * std::fabs(x) * 0x1p-8f));
+  };
+  const float zero = cut(*std::min_element(group.begin(), group.end()), false);
+  const float scale = cut((*std::max_element(group.begin(), group.end()) - zero) / 15.0f, true);
+  for (float& x : group) {
+    x = scale == 0 ? zero : std::nearbyint((x - zero) / scale) * scale + zero;
+  }
 }
 
 }  // namespace
@@ -229,15 +247,18 @@ bool Rig::sees(uint32_t layer, uint32_t head, const Query& query, uint64_t posit
          position + policy->n_recent > query.position;
 }
 
-// What a row reads as once it is in pages.
 std::vector<float> Rig::stored_row(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
                                    bool is_v) const {
   std::vector<float> row(geometry_.dim);
   for (uint32_t i = 0; i < geometry_.dim; ++i) {
     row[i] = stored_number(key, layer, head, position, i, is_v);
   }
-  if (const auto codec = static_cast<CodecId>(geometry_.codec);
-      codecs::codec_of(codec).is_scaled()) {
+  if (const auto codec = static_cast<CodecId>(geometry_.codec); codec == codecs::kI4) {
+    constexpr uint32_t kGroup = codecs::Codec::kGroupChannels;
+    for (uint32_t first = 0; first < geometry_.dim; first += kGroup) {
+      read_as_int4(std::span(row).subspan(first, kGroup));
+    }
+  } else if (codecs::codec_of(codec).is_scaled()) {
     std::vector<uint8_t> bytes(row.size());
     const uint16_t scale = codecs::encode_row(row.data(), geometry_.dim, codec, bytes.data());
     codecs::decode_row(bytes.data(), codec, &scale, 0, geometry_.dim, row.data());

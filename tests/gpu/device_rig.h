@@ -36,7 +36,7 @@ struct Geometry {
   uint32_t n_kv_heads = 2;
   uint32_t dim = 64;
   uint32_t codec = KVM_CODEC_BF16;
-  // Of queries: where rows are bytes another one.
+  // Of queries: where rows are narrow another one.
   uint32_t query_dtype() const { return codec == KVM_CODEC_F16 ? KVM_DTYPE_F16 : KVM_DTYPE_BF16; }
   float softcap = 0;
   std::vector<float> sink_logits;  // [layer][q head], or empty
@@ -109,10 +109,12 @@ class Rig {
                   const Shadow& shadow, const Query& query, const std::string& where,
                   const float* log_weights = nullptr, uint64_t log_weight_stride = 0) const;
 
- private:
-  bool sees(uint32_t layer, uint32_t head, const Query& query, uint64_t position) const;
+  // What a row reads as once it is in pages.
   std::vector<float> stored_row(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
                                 bool is_v) const;
+
+ private:
+  bool sees(uint32_t layer, uint32_t head, const Query& query, uint64_t position) const;
 
   Geometry geometry_;
   std::unique_ptr<kvm::testing::Daemon> daemon_;  // null: the memory is this process's

@@ -247,7 +247,13 @@ INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
                                            Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
                                            Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
                                            Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
-                                           Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1}),
+                                           Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1},
+                                           Shape{"int8_d80_group5", KVM_CODEC_I8, 80, 10, 2, 4},
+                                           Shape{"fp8_d96_group8", KVM_CODEC_F8E4M3, 96, 8, 1, 4},
+                                           Shape{"int8_d192", KVM_CODEC_I8, 192, 6, 2, 1},
+                                           Shape{"int4_d64", KVM_CODEC_I4, 64, 4, 2, 8},
+                                           Shape{"int4_d128_group8", KVM_CODEC_I4, 128, 8, 1, 4},
+                                           Shape{"int4_d256", KVM_CODEC_I4, 256, 2, 2, 1}),
                          [](const auto& param) { return param.param.name; });
 
 // Layer 0 and 1 have a head with sinks and a window, 1 a window of its own, 3 reads the keys of 0.
@@ -1323,12 +1329,13 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
   EXPECT_EQ(refused([](auto* s) { s->codec = KVM_CODEC_F32; }), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 112; }), KVM_ERR_UNSUPPORTED);
   for (const uint32_t dim : {80u, 96u, 192u}) {
-    for (const uint32_t bytes : {KVM_CODEC_I8, KVM_CODEC_F8E4M3}) {
-      EXPECT_EQ(refused([=](auto* s) { s->head_dim_k = dim, s->codec = bytes; }),
-                KVM_ERR_UNSUPPORTED);
-      EXPECT_NE(std::string(kvm_last_error()).find("in pages of fp16 or bf16, 80, 96 or 192"),
-                std::string::npos);
-    }
+    EXPECT_EQ(refused([=](auto* s) {
+                s->head_dim_k = s->head_dim_v = dim;
+                s->codec = KVM_CODEC_I4;
+              }),
+              KVM_ERR_UNSUPPORTED);
+    EXPECT_NE(std::string(kvm_last_error()).find("but in pages of int4, 80, 96 or 192"),
+              std::string::npos);
   }
   EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
   kvm_index_params index{};

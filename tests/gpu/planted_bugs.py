@@ -13,6 +13,7 @@ only.
 import argparse
 import concurrent.futures
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -103,7 +104,7 @@ BUGS = [
      "  if (thread_id() < kColumns)"),
     ("rescale", DECODE, "o[row_tile][n][2] *= factor[1];", "o[row_tile][n][2] *= factor[0];"),
     ("rescale", DECODE, "decay.of_sum(l[row_tile][half]) + sum;", "l[row_tile][half] + sum;"),
-    ("rescale", DECODE, "kScaled ? sum * root * root : sum * whole", "sum * whole"),
+    ("rescale", DECODE, "kNarrow ? sum * root * root : sum * whole", "sum * whole"),
     ("rescale", DECODE, "factor[half] = decay.whole;",
      "factor[half] = 0.98f * decay.whole;"),
     ("rescale", DECODE, "if (any_lane(grew)) {", "if (any_lane(grew && lane_id() < 16)) {"),
@@ -188,16 +189,18 @@ BUGS = [
     # A wrong slot, the slot of another stage, the wrong half, of another tile.
     ("scales", DECODE, "scales + lane_id() % Shape::kTile * 4;",
      "scales + lane_id() % Shape::kTile / 2 * 4;"),
-    ("scales", DECODE, "own_scales(of, stage + 2", "own_scales(of, stages + 2"),
-    ("scales", DECODE, "own_scales(of, stage + 2", "own_scales(of, (stage == stages ? stages + "
-     "Shape::kRingBytes : stage) - Shape::kStageBytes + 2"),
+    ("scales", DECODE, "spread(own_scales(of, scales))",
+     "spread(own_scales(of, stages + 2 * Shape::kPlaneBytes))"),
+    ("scales", DECODE, "spread(own_scales(of, scales))", "spread(own_scales(of, (stage == stages ? "
+     "scales + Shape::kRingBytes : scales) - Shape::kStageBytes))"),
     ("scales", DECODE, "    task.upper >>= 1;\n", ""),
     ("scales", DECODE, "(is_upper(of_k)) << ahead;", "(is_upper(of_k)) << (ahead - 1);"),
     ("scales", DECODE, "k_upper != is_upper(of.v_scales_offset_bytes)", "k_upper"),
     ("scales", DECODE, "lane_id() < Shape::kTile ? of_k : of_v", "of_k"),
     ("scales", DECODE, "word(of_v), valid);", "word(of_k), valid);"),
     ("scales", DECODE, "(scale & ~uint64_t{3});", "(scale);"),
-    ("scales", DECODE, "return score + log[n][i];", "return score;"),
+    ("scales", DECODE, "return score + log[n][i]; }\n  // The scale",
+     "return score; }\n  // The scale"),
     ("scales", DECODE, "product_or_zero(weight, float_from_bits(both[n][i] & 0xffff0000u))",
      "weight * float_from_bits(both[n][i] & 0xffff0000u)"),
     ("scales", DECODE, "product_or_zero(weight, float_from_bits(both[n][i] & 0xffff0000u))",
@@ -207,13 +210,54 @@ BUGS = [
     ("scales", APPEND, "top <= kRoundsToZero || top >= kInfinity", "top <= kRoundsToZero"),
     ("rounding", APPEND, "(size >> 20 & 1)) >> 20)", "1) >> 20)"),
     ("rounding", APPEND, "round_to_int(steps)", "static_cast<int>(steps)"),
+    # Rows of 5 chunks of bytes.
+    ("odd chunk", DECODE, "mma_16x8x16<Shape::kOperand>(s[t][i], q[t][kLast]",
+     "mma_16x8x16<Shape::kOperand>(s[t][i], q[t][0]"),
+    ("odd chunk", DECODE, "add_bytes(a, last[2 * k], last[2 * k + 1], kLast);",
+     "add_bytes(a, last[0], last[1], kLast);"),
+    ("odd chunk", DECODE, "last, values + tile_offset<Shape>(lane_id(), kLast)",
+     "last, values + tile_offset<Shape>(lane_id() % 16, kLast)"),
+    ("scales", APPEND, "row_chunks <= 16 ? 16 : 32", "row_chunks <= 16 ? row_chunks : 32"),
+    # Rows of 4 bits.
+    ("steps", DECODE, "to[1] = codes & 0x00f000f0u;", "to[1] = codes >> 4 & 0x000f000fu;"),
+    ("steps", DECODE, "kUpperCodeUnit = 0x1p-20f", "kUpperCodeUnit = 0x1p-24f"),
+    ("steps", DECODE, "x[j + 4] * unit)", "x[j + 1] * unit)"),
+    ("steps", DECODE, "sums[c / 2] += x[i];", "sums[c % 2] += x[i];"),
+    ("steps", DECODE, "first | second << 16", "first"),
+    ("steps", DECODE, "lane_id() % 4 == g ? sum * kCodeUnit",
+     "lane_id() / 4 == g ? sum * kCodeUnit"),
+    ("steps", DECODE, "own.word(h, i % 2, g)", "own.word(h, i / 2, g)"),
+    ("steps", DECODE, "own.begin_group(g);\n      uint32_t b[4];",
+     "own.begin_group(0);\n      uint32_t b[4];"),
+    ("steps", DECODE, "permute_bytes<0x3232>(word, 0)", "permute_bytes<0x1010>(word, 0)"),
+    ("steps", DECODE, "fmaxf(top, fmaxf(scale, zero))", "fmaxf(top, scale)"),
+    ("steps", DECODE, "z[row_tile][1][g] *= factor[1];", "z[row_tile][1][g] *= factor[0];"),
+    ("steps", DECODE, "z[t][i % 2][g] += weight[1] * zero_of_steps(right);", ""),
+    ("steps", DECODE, "s[t][n][2 * half + i] != 0.0f) {", "true) {"),
+    ("steps", DECODE, "*broken = sum != sum;", "*broken = false;"),
+    ("steps", DECODE, "lane_id() < Shape::kTile ? k : v, valid);", "k, valid);"),
+    ("steps", DECODE, "static_cast<uint64_t>(row) * kBytes", "static_cast<uint64_t>(row) * 4"),
+    ("steps", DECODE, "          zeros += shuffle_xor(zeros, 2);\n", ""),
+    ("steps", DECODE, "lane_id() % 4 * 8 + i * 4) * 4,", "lane_id() % 4 * 8 + (1 - i) * 4) * 4,"),
+    ("steps", DECODE, "  sync_warp();\n  const SharedAddress own_at",
+     "  const SharedAddress own_at"),
+    ("steps", APPEND, "top > kLargest", "top > 0x7f800000u"),
+    ("steps", APPEND, "(wanted & 0xffffu) != 0 ? 1 : 0", "0"),
+    ("steps", APPEND, "(cut_up ? 1 : 0)", "0"),
+    ("steps", APPEND, "groups + chunk / 8) * 4", "groups) * 4"),
+    ("steps", APPEND, "const float other_least = shuffle_xor(least, mask),",
+     "const float other_least = shuffle_xor(least, mask % 4),"),
+    ("early merge", MERGE, "  wait_for_kernel_before();\n", ""),
+    ("early merge", DECODE, "if (p.merge_follows) {", "if (!p.merge_follows) {"),
     ("plan", PLAN, "begin += take;", "begin += take + (begin == 0 ? kCutTokens : 0);"),
 ]
 
 # What the suite consists of; each file is compiled again only where a mistake is in its reach.
 SUITE = "tests/gpu/emulator_suite.cc"
 OTHERS = [CUDA + "emulator.cc", "base/fiber.cc", PLAN, "tests/gpu/cases.cc", "base/assert.cc",
-          "codecs/float8.cc", "codecs/int8.cc"]
+          "codecs/float8.cc", "codecs/int8.cc", "codecs/low_bits.cc", "base/cpu_features.cc"]
+if platform.machine() == "x86_64":
+    OTHERS.append("codecs/low_bits_avx2.cc")
 TIMEOUT_S = 120
 
 
@@ -227,7 +271,8 @@ class Builder:
         include = ([f"-I{overlay}"] if overlay else []) + [f"-I{ROOT}", f"-I{ROOT}/include"]
         # To optimise the suite, which is compiled for each mistake, takes longer than that saves.
         level = "-O0" if source.endswith(SUITE) else "-O1"
-        subprocess.run([*self.cxx, *self.flags, level, *include, "-c", source, "-o", to],
+        isa = ["-mavx2"] if source.endswith("_avx2.cc") else []
+        subprocess.run([*self.cxx, *self.flags, *isa, level, *include, "-c", source, "-o", to],
                        check=True)
         return to
 

@@ -110,10 +110,15 @@ def round_of_loop(code, n_copies, n_products):
     return None
 
 
-def per_kib(code, element_bytes, dim, tile, row_tiles):
+def per_kib(code, element_bits, dim, tile, row_tiles):
     """Instructions for each KiB of K and V, to a tenth; None if the loop has not been found."""
-    tile_bytes = 2 * tile * dim * element_bytes
+    tile_bytes = 2 * tile * dim * element_bits // 8
+    n_copies = tile_bytes // (16 * LANES)
     # A product takes 16 channels to 8 tokens, or 16 tokens to 8 channels, with 16 rows.
     n_products = 2 * row_tiles * (tile // 8) * (dim // 16)
-    way = round_of_loop(code, tile_bytes // (16 * LANES), n_products)
+    if element_bits == 4:
+        # Zeros make scores in one product each. The steps of 256 channels are 16 bytes a token.
+        n_products += row_tiles * (tile // 8)
+        n_copies += 2 * tile // LANES if dim == 256 else 0
+    way = round_of_loop(code, n_copies, n_products)
     return round(len(way) / (tile_bytes / 1024), 1) if way else None
