@@ -8,10 +8,10 @@
 // What a warp makes of a tile is in warp_rows.h. At the end the warps' states merge in a fixed
 // order.
 //
-// Shared memory, per warp: kStages stages of [K tile][V tile] (tiles.h). Where rows are bytes, words
-// [token] for K, then for V, follow: the one of the page that has the token's scale in one of its
-// halves, for copies take no less than a word. At the end of a piece the same bytes hold the warp's
-// state: o [row][kStateStride], m [row], l [row] in fp32.
+// Shared memory, per warp: kStages stages of [K tile][V tile] (tiles.h). Where rows are bytes,
+// words [token] for K, then for V, follow: the one of the page that has the token's scale in one of
+// its halves, for copies take no less. At the end of a piece the same bytes hold the warp's state:
+// o [row][kStateStride], m [row], l [row] in fp32.
 #ifndef KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 

@@ -97,6 +97,15 @@ struct Request {
   uint32_t tree_list = 0;
 };
 
+// A Sight says what rows see, in the prefill kernel, of the tokens up to their own: a row whose
+// query token is list token t sees list token s where t - s is below `window`, and s below n_sinks
+// or t - s below n_recent.
+struct Sight {
+  uint32_t window = UINT32_MAX;
+  uint32_t n_sinks = 0;
+  uint32_t n_recent = UINT32_MAX;
+};
+
 // A Work is a stretch of tokens of (request, head) against a block of rows. Row r of a request is
 // query token r / group and the r % group-th of the q heads that share the kv head.
 //
@@ -156,6 +165,7 @@ struct DecodeParams {
   // Soft cap c of logits, c * tanh(logit / c): c times log2(e), 0 for none; and 2 / c.
   float softcap_log2 = 0.0f;
   float softcap_rate = 0.0f;
+  Sight sights[kMaxClasses] = {};  // [page class], of the prefill kernel
 };
 
 // REQUIRES: softcap is 0 or positive.
@@ -194,7 +204,11 @@ constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
          (!of_bytes && (dim == 80 || dim == 96 || dim == 192));
 }
 
-// A DecodeKernel names one kernel: codec of K and V; channels; rows of a block (block_rows_for).
+// Rows of a block of the prefill kernel, whatever the codec and the dim.
+inline constexpr uint32_t kPrefillRows = 128;
+
+// A DecodeKernel names one kernel: codec of K and V; channels; rows of a block: block_rows_for, or
+// kPrefillRows of the prefill kernel.
 struct DecodeKernel {
   CodecId codec = CodecId::kBf16;
   uint32_t dim = 0;
@@ -206,6 +220,10 @@ constexpr uint32_t block_rows_for(CodecId codec, uint32_t dim, uint32_t rows) {
   const uint32_t most_dim = vec::elem_bytes(codecs::codec_of(codec).elem) == 1 ? 64 : 128;
   return rows <= 16 || dim > most_dim ? 16 : 32;
 }
+
+// LIMIT: query tokens of a request of the decode kernel where they see each other as a tree says:
+// bits of a word.
+inline constexpr uint32_t kMaxTreeRows = 64;
 
 // An AppendToken is one new token of one head class: its rows of all heads go to one row of one
 // page.

@@ -105,8 +105,8 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
   const MergeParams merge = one.merge_params(plan);
   one.clear_results();
   const auto memory = one.memory();
-  launch("decode", plan.n_blocks, Shape::kThreads, Shape::kSharedBytes, memory,
-         [&] { decode_thread<Shape>(params); });
+  launch(spec.prefill ? "prefill" : "decode", plan.n_blocks, Shape::kThreads, Shape::kSharedBytes,
+         memory, [&] { attend_thread<Shape>(params); });
   if (!plan.merges.empty()) {
     const auto blocks = static_cast<uint32_t>(plan.merges.size()) * plan.max_rows;
     launch("merge", blocks, kMergeThreads, kMergeSharedBytes, memory, [&] {
