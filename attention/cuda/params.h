@@ -221,10 +221,6 @@ constexpr uint32_t block_rows_for(CodecId codec, uint32_t dim, uint32_t rows) {
   return rows <= 16 || dim > most_dim ? 16 : 32;
 }
 
-// LIMIT: query tokens of a request of the decode kernel where they see each other as a tree says:
-// bits of a word.
-inline constexpr uint32_t kMaxTreeRows = 64;
-
 // An AppendToken is one new token of one head class: its rows of all heads go to one row of one
 // page.
 struct AppendToken {
