@@ -86,7 +86,7 @@ struct SharedScales<true> {
 template <class Shape>
 struct HeldQueries {
   static constexpr uint32_t kSteps = Shape::kDim / 16;
-  // None of no length.
+  // One of no use where none is held: no array is empty.
   Fragment held[Shape::kRowTiles][Shape::kHeldSteps == 0 ? 1 : Shape::kHeldSteps];
   SharedAddress shared;  // this lane's fragments of the other steps
 
@@ -96,7 +96,7 @@ struct HeldQueries {
   KVM_GPU void set(uint32_t row_tile, const Fragment (&q)[kSteps]) {
 #pragma unroll
     for (uint32_t k = 0; k < kSteps; ++k) {
-      if (k < Shape::kHeldSteps) {
+      if (is_held(k)) {
         held[row_tile][k] = q[k];
       } else {
         store_shared(at(row_tile, k),
@@ -105,7 +105,7 @@ struct HeldQueries {
     }
   }
   KVM_GPU Fragment get(uint32_t row_tile, uint32_t step) const {
-    if (step < Shape::kHeldSteps) {
+    if (is_held(step)) {
       return held[row_tile][step];
     }
     const auto four = load_shared<Word4>(at(row_tile, step));
@@ -113,6 +113,10 @@ struct HeldQueries {
   }
 
  private:
+  // Of signed numbers: there may be none.
+  KVM_GPU static bool is_held(uint32_t step) {
+    return static_cast<int32_t>(step) < static_cast<int32_t>(Shape::kHeldSteps);
+  }
   KVM_GPU SharedAddress at(uint32_t row_tile, uint32_t step) const {
     return shared + (row_tile * Shape::kSharedSteps + step - Shape::kHeldSteps) * 512;
   }
@@ -142,8 +146,8 @@ struct TokenSpan {
   uint32_t begin, end;
 };
 
-// What is seen of a request's last run for its window and its policy: from the token on that list
-// token `list` is; tokens of the run before it are not seen, but for sinks.
+// The token of a request that list token `list` is, or would be; of those in front of the last run
+// the first one of that run.
 KVM_GPU uint32_t token_of_last_run(const Request& request, uint32_t list) {
   const bool two = request.n_tokens > request.n_first;
   const uint32_t run = two ? request.second : request.first;
@@ -165,7 +169,7 @@ KVM_GPU TokenSpan seen_by_all(const Sight& sight, const Work& work, const RowSpa
           end < work.end ? end : work.end};
 }
 
-// Says whether any row of a span sees one of the tokens of a tile.
+// Says whether rows of a span may see a token of [begin, end): false only where none does.
 KVM_GPU bool is_seen(const Sight& sight, const Work& work, const RowSpan& rows, uint32_t begin,
                      uint32_t end) {
   const Request& request = work.request;
