@@ -32,7 +32,6 @@ using kvm::client::DeviceClient;
 using kvm::client::guarded;
 
 constexpr uint32_t kMaxBatchItems = 1024;
-constexpr uint32_t kMaxBatchQuery = 64;
 constexpr uint32_t kMaxBatchAppend = 1u << 20;
 
 Status invalid(const std::string& sentence) { return Status(KVM_ERR_INVALID, sentence); }
@@ -100,7 +99,7 @@ Status read_batch(const kvm_cuda_batch_params& p, kvm::device::BatchOptions* to)
   to->max_append = p.max_append != 0 ? p.max_append : p.max_items;
   KVM_TRY(check_range("max_append", to->max_append, kMaxBatchAppend));
   to->max_query = p.max_query != 0 ? p.max_query : 1;
-  KVM_TRY(check_range("max_query", to->max_query, kMaxBatchQuery));
+  KVM_TRY(check_range("max_query", to->max_query, kvm::kMaxQueryRows));
   to->max_query_rows = p.max_query_rows != 0 ? p.max_query_rows : to->max_items * to->max_query;
   KVM_TRY(check_range("max_query_rows", to->max_query_rows, kMaxBatchAppend));
   to->max_tokens = p.max_tokens;

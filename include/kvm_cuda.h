@@ -63,8 +63,9 @@
  *
  * What is otherwise than kvm.h says
  *
- *  - A prompt may be appended in one update, but one queries at most 64 tokens of a sequence: an
- *    engine computes a prompt's attention itself, or in chunks of 64.
+ *  - A batch queries at most max_query tokens of a sequence in one update, to 65536: a prompt, or
+ *    what follows a prefix, is one update of a batch that was made for as many, and else comes in
+ *    chunks. Trees are for batches of at most 64.
  *  - A page holds 64 tokens of all layers whose heads keep the same, a part for each layer one
  *    behind the other: kvm_seq_info.n_pages and the statistics count such pages. A device has at
  *    most 64 kinds of them (numbers of heads, channels and layers, codecs) in use at once:
@@ -130,7 +131,7 @@ typedef struct kvm_cuda_batch kvm_cuda_batch;
 
 enum {
   /* Results do not depend on what else is in the batch, nor on the GPU's size: work is divided by a
-   * sequence's own length alone. Costs a few percent. */
+   * sequence's own length and number of query rows alone. Costs a few percent. */
   KVM_CUDA_REPRODUCIBLE = 1u << 0
 };
 
@@ -140,9 +141,14 @@ typedef struct kvm_cuda_batch_params {
   kvm_space_id space;
   uint32_t max_items;      /* 1 to 1024; required */
   uint32_t max_append;     /* tokens (rows of k and v) of one update, to 2^20; 0: max_items */
-  uint32_t max_query;      /* query tokens of one item, 1 to 64; 0: 1. It decides which kernel all
-                            * steps of the batch use: decode with a batch of its own, of 1 */
-  uint32_t max_query_rows; /* rows of q, o and lse; 0: max_items * max_query */
+  uint32_t max_query;      /* query tokens of one item, 1 to 65536; 0: 1. It decides which kernel
+                            * all steps of the batch use: decode with a batch of its own, of 1. Up
+                            * to 64 it is the decode kernel, with 16 or 32 rows (query tokens times
+                            * q heads of a kv head) that read K and V once; from 65 on the prefill
+                            * kernel, with 128, which knows no trees, no pages of I4, nor those of
+                            * I8 and F8E4M3 with head_dim 80 (UNSUPPORTED) */
+  uint32_t max_query_rows; /* rows of q, o and lse, to 2^20; 0: max_items * max_query. What the
+                            * plan takes of memory goes by it */
   uint64_t max_tokens;     /* of the longest sequence; required; at most 2^31 - 1 */
   /* Log-weights (kvm_cuda_attend_params.log_weights): that of item i, kv head h and position p is
    * element i * stride_item + h * stride_head + p. Both 0: there are none. */
@@ -177,10 +183,11 @@ typedef struct kvm_cuda_item {
   uint32_t query_row;  /* first row in q, o and lse */
   /* NULL: a query row sees the tokens up to its own. Else [n_query] words in host memory, read by
    * the call, as kvm_step_params.tree_mask has them: bit i of word j, row j sees the token of row i
-   * (what comes before the n_query tokens is seen by all). A row's window and policy go by its
-   * position, not by its depth in the tree. kvm_seq_truncate takes back from the end only: where
-   * what was accepted is not the tree's first rows, truncate to before the tree and append the rows
-   * of the accepted path again, gathered in front of those of the next update. */
+   * (what comes before the n_query tokens is seen by all). Not in batches whose
+   * max_query is above 64. A row's window and policy go by its position, not by its depth in the
+   * tree. kvm_seq_truncate takes back from the end only: where what was accepted is not the tree's
+   * first rows, truncate to before the tree and append the rows of the accepted path again,
+   * gathered in front of those of the next update. */
   const uint64_t *tree_mask;
 } kvm_cuda_item;
 
@@ -203,7 +210,7 @@ typedef struct kvm_cuda_item {
  *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),
  *          BUSY (a sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; what
  *          a move of a sequence has failed with (below); UNSUPPORTED while the stream is being
- *          captured. */
+ *          captured, and of a tree in a batch whose max_query is above 64. */
 KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *items,
                                    uint32_t n_items, kvm_cuda_stream stream);
 
@@ -275,9 +282,10 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  * The engine's kernels may read pages behind the append of the layer on the timeline, and write the
  * rows that an update has appended instead of kvm_cuda_append. All other rows may be shared.
  *
- * Heads with sinks and a window keep what the update's query rows (n_query, at most 64) and later
- * ones see, and with `slack` that many tokens more. A kernel that computes the attention of a whole
- * suffix needs a slack of the suffix's length, or finds what its first rows should see dropped. */
+ * Heads with sinks and a window keep what the update's query rows (n_query) and later ones see, and
+ * with `slack` that many tokens more. A kernel that computes the attention of a whole suffix finds
+ * what its first rows should see where the update had the suffix's length as n_query, or where the
+ * policy has it as slack; else that has been dropped. */
 typedef struct kvm_cuda_pages {
   uint32_t struct_size;
   uint32_t codec;          /* KVM_CODEC_*: of K and V */

@@ -22,18 +22,33 @@ template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, kLeastBlocks<Shape>)
     decode_kernel(const __grid_constant__ DecodeParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  decode_thread<Sm80Shape<Shape>>(params);
+  attend_thread<Sm80Shape<Shape>>(params);
 #else
-  decode_thread<Shape>(params);
+  attend_thread<Shape>(params);
 #endif
+}
+
+// As many blocks as their registers let run on an SM: two of four warps, one of eight.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 8 / Shape::kWarps)
+    prefill_kernel(const __grid_constant__ DecodeParams params) {
+  attend_thread<Shape>(params);
+}
+
+template <class Shape>
+constexpr auto attend_kernel() {
+  if constexpr (kIsPrefill<Shape>) {
+    return prefill_kernel<Shape>;
+  } else {
+    return decode_kernel<Shape>;
+  }
 }
 
 // What the kernel takes on devices of a compute capability. Code for older ones than the device,
 // made for it by the driver, takes less.
 template <class Shape>
 uint32_t shared_bytes_on(int major) {
-  static_assert(Shape::kSharedBytes <= kMostSharedBytes &&
-                Sm80Shape<Shape>::kSharedBytes <= kHalfOfSm80);
+  static_assert(Shape::kSharedBytes <= kMostSharedBytes);
   return major == 8 ? Sm80Shape<Shape>::kSharedBytes : Shape::kSharedBytes;
 }
 
@@ -99,9 +114,9 @@ cudaError_t attend_init() {
   const auto note = [&error](cudaError_t result) { error = error == cudaSuccess ? result : error; };
   for (const codecs::Codec& codec : codecs::kCodecs) {
     for (const uint32_t dim : kHeadDims) {
-      for (const uint32_t rows : {16u, 32u}) {
+      for (const uint32_t rows : {16u, 32u, kPrefillRows}) {
         visit_shape(codec.id, dim, rows, [&]<class Shape>(Shape) {
-          note(load(decode_kernel<Shape>, shared_bytes_on<Shape>(major)));
+          note(load(attend_kernel<Shape>(), shared_bytes_on<Shape>(major)));
         });
       }
     }
@@ -130,8 +145,8 @@ cudaError_t decode_residency(const DecodeKernel& kernel, Residency* out) {
   }
   error = decode_shape(kernel, major, out) ? error : cudaErrorInvalidValue;
   visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, decode_kernel<Shape>,
-                                                          Shape::kThreads, out->shared_bytes);
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &out->blocks_per_sm, attend_kernel<Shape>(), Shape::kThreads, out->shared_bytes);
   });
   return error;
 }
@@ -146,8 +161,8 @@ cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params
   error = cudaErrorInvalidValue;
   visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
     if (n_blocks != 0) {
-      decode_kernel<Shape>
-          <<<n_blocks, Shape::kThreads, shared_bytes_on<Shape>(major), stream>>>(params);
+      constexpr auto kKernel = attend_kernel<Shape>();
+      kKernel<<<n_blocks, Shape::kThreads, shared_bytes_on<Shape>(major), stream>>>(params);
     }
     error = cudaGetLastError();
   });

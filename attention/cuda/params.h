@@ -98,6 +98,15 @@ struct Request {
   uint32_t tree_list = 0;
 };
 
+// A Sight says what rows see, in the prefill kernel, of the tokens up to their own: a row whose
+// query token is list token t sees list token s where t - s is below `window`, and s below n_sinks
+// or t - s below n_recent.
+struct Sight {
+  uint32_t window = UINT32_MAX;
+  uint32_t n_sinks = 0;
+  uint32_t n_recent = UINT32_MAX;
+};
+
 // A Work is a stretch of tokens of (request, head) against a block of rows. Row r of a request is
 // query token r / group and the r % group-th of the q heads that share the kv head.
 //
@@ -160,6 +169,7 @@ struct DecodeParams {
   // The next launch on the stream merges the partial states. It may begin early, and waits for this
   // one; whatever else is launched next might not.
   bool merge_follows = false;
+  Sight sights[kMaxClasses] = {};  // [page class], of the prefill kernel
 };
 
 // REQUIRES: softcap is 0 or positive.
@@ -205,7 +215,19 @@ constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
          (codec != codecs::kI4 && (dim == 80 || dim == 96 || dim == 192));
 }
 
-// A DecodeKernel names one kernel: codec of K and V; channels; rows of a block (block_rows_for).
+// Rows of a block of the prefill kernel, whatever the codec and the dim.
+inline constexpr uint32_t kPrefillRows = 128;
+
+// Says whether the prefill kernel has them too, REQUIRES: is_head_dim_on_devices. It has no rows of
+// 4 bits: a step that is not a number is taken out of a tile by the warp that reads it, and here
+// all warps do. Nor bytes of 80 channels: a warp copies 32 rows of them at least, which makes tiles
+// of 128 tokens, whose scores registers do not hold.
+constexpr bool is_prefill_on_devices(CodecId codec, uint32_t dim) {
+  return codec != codecs::kI4 && (dim != 80 || codecs::codec_of(codec).bits() == 16);
+}
+
+// A DecodeKernel names one kernel: codec of K and V; channels; rows of a block: block_rows_for, or
+// kPrefillRows of the prefill kernel.
 struct DecodeKernel {
   CodecId codec = CodecId::kBf16;
   uint32_t dim = 0;

@@ -9,6 +9,7 @@
 #include "attention/cuda/append_kernel.h"
 #include "attention/cuda/decode_kernel.h"
 #include "attention/cuda/merge_kernel.h"
+#include "attention/cuda/prefill_kernel.h"
 
 namespace kvm::attention::gpu {
 
@@ -84,15 +85,99 @@ struct ShapeOf<kElement, 256, 1, 4> {
   using Type = DecodeShape<kElement, 256, 16, 4, 4, 1>;
 };
 
+// The prefill kernel's, all of 128 rows: what it reads of K and V for each product is then half of
+// what an H200 has to give (modelled, docs/gpu.md). Warps of 32 rows read a tile half as often from
+// shared memory as those of 16; from 192 channels on they have no room in the registers. The last
+// number is of the steps of queries that have.
+template <Element kElement, uint32_t kDim, bool kScaled = kIsScaled<kElement>>
+struct PrefillShapeOf;
+template <Element kElement>
+struct PrefillShapeOf<kElement, 64, false> {
+  using Type = PrefillShape<kElement, 64, 64, 3, 4, 2, 4>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 80, false> {
+  using Type = PrefillShape<kElement, 80, 64, 2, 4, 2, 0>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 96, false> {
+  using Type = PrefillShape<kElement, 96, 64, 2, 4, 2, 0>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 128, false> {
+  using Type = PrefillShape<kElement, 128, 32, 3, 4, 2, 2>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 192, false> {
+  using Type = PrefillShape<kElement, 192, 32, 4, 8, 1, 12>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 256, false> {
+  using Type = PrefillShape<kElement, 256, 32, 2, 8, 1, 10>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 64, true> {
+  using Type = PrefillShape<kElement, 64, 64, 3, 4, 2, 4>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 96, true> {
+  using Type = PrefillShape<kElement, 96, 64, 2, 4, 2, 0>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 128, true> {
+  using Type = PrefillShape<kElement, 128, 32, 4, 4, 2, 2>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 192, true> {
+  using Type = PrefillShape<kElement, 192, 64, 2, 8, 1, 4>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 256, true> {
+  using Type = PrefillShape<kElement, 256, 32, 3, 8, 1, 8>;
+};
+
+template <class Shape>
+inline constexpr bool kIsPrefill = false;
+template <Element kElement, uint32_t kDim, uint32_t kTile, uint32_t kStages, uint32_t kWarps,
+          uint32_t kRowTiles, uint32_t kHeldSteps>
+inline constexpr bool
+    kIsPrefill<PrefillShape<kElement, kDim, kTile, kStages, kWarps, kRowTiles, kHeldSteps>> = true;
+
+// Does the work of one thread of one block of the kernel of a shape.
+template <class Shape>
+KVM_GPU void attend_thread(const DecodeParams& p) {
+  if (p.merge_follows) {
+    // At once: all blocks run by then, those of the merge take what is left of the SMs, and no
+    // instruction while they wait.
+    let_next_kernel_begin();
+  }
+  if constexpr (kIsPrefill<Shape>) {
+    prefill_thread<Shape>(p);
+  } else {
+    decode_thread<Shape>(p);
+  }
+}
+
 // The shape that code for sm_80 has instead: with as many stages as let two blocks run on an SM,
 // which has 164 KiB and takes 1 for itself from each. A block has a warp for each scheduler; of
 // two, one has work while the other waits. sm_86 and 89 run that code too: they have room for one
-// block, and need a quarter of the bytes under way.
+// block, and need a quarter of the bytes under way. The prefill kernel's blocks of four warps are
+// as small; one of eight has two warps for each scheduler by itself.
 inline constexpr uint32_t kHalfOfSm80 = 81 << 10;
+template <class Shape, bool kPrefill = kIsPrefill<Shape>>
+struct Sm80 {
+  using Type = DecodeShape<Shape::kElement, Shape::kDim, Shape::kTile,
+                           (kHalfOfSm80 / Shape::kWarps - Shape::kSumBytes) / Shape::kStageBytes,
+                           Shape::kWarps, Shape::kRowTiles>;
+  static_assert(Type::kSharedBytes <= kHalfOfSm80);
+};
 template <class Shape>
-using Sm80Shape = DecodeShape<Shape::kElement, Shape::kDim, Shape::kTile,
-                              (kHalfOfSm80 / Shape::kWarps - Shape::kSumBytes) / Shape::kStageBytes,
-                              Shape::kWarps, Shape::kRowTiles>;
+struct Sm80<Shape, true> {
+  using Type = Shape;
+  static_assert(Shape::kSharedBytes <= (Shape::kWarps >= 8 ? kMostSharedBytes : kHalfOfSm80));
+};
+template <class Shape>
+using Sm80Shape = typename Sm80<Shape>::Type;
 
 template <uint32_t kDimValue>
 struct DimTag {
@@ -113,7 +198,24 @@ bool visit_head_dim(uint32_t dim, Visit visit) {
 }
 
 template <Element kElement, class Visit>
+bool visit_prefill_dim(uint32_t dim, Visit visit) {
+  bool known = false;
+  visit_head_dim(dim, [&]<class Tag>(Tag) {
+    if constexpr (!kHasSteps<kElement> && !(kIsScaled<kElement> && Tag::kDim == 80)) {
+      using Shape = typename PrefillShapeOf<kElement, Tag::kDim>::Type;
+      static_assert(Shape::kRows == kPrefillRows);
+      visit(Shape{});
+      known = true;
+    }
+  });
+  return known;
+}
+
+template <Element kElement, class Visit>
 bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
+  if (block_rows == kPrefillRows) {
+    return visit_prefill_dim<kElement>(dim, visit);
+  }
   const uint32_t shape = dim * 4 + block_rows / 16;
   if constexpr (!kHasSteps<kElement>) {
     switch (shape) {

@@ -81,12 +81,13 @@ int run_kernels(const Args& args) {
   using attention::gpu::DecodeKernel;
   for (const codecs::Codec& codec : codecs::kCodecs) {
     for (const uint32_t dim : attention::gpu::kHeadDims) {
-      for (const uint32_t rows : {16u, 32u}) {
+      for (const uint32_t rows : {16u, 32u, attention::gpu::kPrefillRows}) {
         attention::gpu::Residency shape, of_sm_80;
         const DecodeKernel kernel{codec.id, dim, rows};
         if (attention::gpu::decode_shape(kernel, 9, &shape) &&
             attention::gpu::decode_shape(kernel, 8, &of_sm_80)) {
-          std::printf("decode %s d%u rows%u threads %u shared %u on sm_80 %u\n", codec.name, dim,
+          std::printf("%s %s d%u rows%u threads %u shared %u on sm_80 %u\n",
+                      rows == attention::gpu::kPrefillRows ? "prefill" : "decode", codec.name, dim,
                       rows, shape.threads, shape.shared_bytes, of_sm_80.shared_bytes);
         }
       }

@@ -1,16 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode attention against its bars (U3). The ceiling is that of a plain kernel that reads the same
-// bytes, measured in the same run.
+// Decode and prefill attention against their bars (U3). Ceilings are those of plain kernels,
+// measured in the same run: one that reads the same bytes, one that multiplies matrices out of
+// registers.
 #include <algorithm>
 #include <string>
 #include <vector>
 
+#include "attention/cuda/primitives.h"
 #include "bench/gpu/device.h"
 #include "bench/gpu/workload.h"
 #include "codecs/codec.h"
 
 namespace kvm::bench::gpu {
 namespace {
+
+constexpr uint32_t kRounds = 4096, kSums = 8;
+
+// Multiplies what no memory is read for: kSums products that do not wait for each other, kRounds
+// times.
+__global__ void __launch_bounds__(128) product_kernel(float* out) {
+  using namespace attention::gpu;
+  float sums[kSums][4] = {};
+  const uint32_t a[4] = {thread_id(), lane_id(), 0x3f803f80u, 0x3f003f00u};
+#pragma unroll 1
+  for (uint32_t round = 0; round < kRounds; ++round) {
+#pragma unroll
+    for (float(&sum)[4] : sums) {
+      mma_16x8x16<Element::kBf16>(sum, a, round, 0x3f803f80u);
+    }
+  }
+  float all = 0;
+#pragma unroll
+  for (const float(&sum)[4] : sums) {
+    all += sum[0] + sum[1] + sum[2] + sum[3];
+  }
+  if (all == 0.12345f) {
+    *out = all;
+  }
+}
+
+// TFLOP/s of mma.sync, with as many warps as the prefill kernel has on an SM.
+double product_ceiling(const Args& args) {
+  const DeviceBuffer out(4);
+  const auto blocks = static_cast<unsigned>(2 * device_facts().sms);
+  const double flops = 4096.0 * kSums * kRounds * 4 * blocks;
+  const Effort effort = effort_for(flops / 4e8, args);
+  const double us = time_us(
+      [&](uint32_t, cudaStream_t stream) {
+        product_kernel<<<blocks, 128, 0, stream>>>(reinterpret_cast<float*>(out.data()));
+      },
+      effort.calls, effort.repeats);
+  return flops / us / 1e6;
+}
 
 class Bench {
  public:
@@ -172,6 +213,45 @@ class Bench {
     }
   }
 
+  // Prompts, suffixes behind a prefix, few rows behind a long context. Of rows of bytes the memory
+  // holds such.
+  void prefills(CodecId codec) {
+    struct Suffix {
+      uint32_t n_query, length, batch;
+    };
+    const bool scaled = codecs::codec_of(codec).is_scaled();
+    const double ceiling = product_ceiling(args_);
+    print_figure("U1", "products of mma.sync", "TFLOP/s", ceiling);
+    for (const uint32_t dim : attention::gpu::kHeadDims) {
+      if (!attention::gpu::is_head_dim_on_devices(codec, dim)) {
+        continue;
+      }
+      for (const Suffix of : {Suffix{8192, 8192, 1},
+                              {8192, 131072, 1},
+                              {2048, 16384, 4},
+                              {128, 131072, 1},
+                              {128, 4096, 16}}) {
+        WorkloadSpec spec;
+        spec.codec = codec;
+        spec.dim = dim;
+        spec.prefill = true;
+        spec.n_query = of.n_query;
+        spec.lengths.assign(of.batch, of.length);
+        if (!fits(spec) || (args_.quick && (dim != 128 || of.n_query == 2048))) {
+          continue;
+        }
+        const double least_us = spec.flops() / ceiling / 1e6;
+        const Workload workload(spec, memory_);
+        const double us = workload.measure_us(args_, least_us * 2 + 8);
+        print_figure("prefill", spec.name(), "us", us);
+        if (spec.flops() >= 1e11) {
+          print_bar({"share of products", spec.name(), "fraction", least_us / us, 1,
+                     scaled ? 0.35 : 0.50, true});
+        }
+      }
+    }
+  }
+
   // Takes the time of what is there without keys: one tile, and the merge of what a split leaves
   // (U2).
   void floors() {
@@ -203,6 +283,9 @@ int run_bench(const Args& args) {
   bench.rows();
   bench.shapes();
   bench.narrow();
+  bench.prefills(CodecId::kBf16);
+  bench.prefills(CodecId::kI8);
+  bench.prefills(CodecId::kF8);
   return bars_missed() == missed ? 0 : 1;
 }
 

@@ -37,6 +37,14 @@ uint64_t WorkloadSpec::kv_bytes() const {
   return tokens * (q_heads / group) * 2 * codecs::codec_of(codec).token_bytes(dim);
 }
 
+double WorkloadSpec::flops() const {
+  double pairs = 0;  // of query and token
+  for (const uint32_t length : lengths) {
+    pairs += (static_cast<double>(length) - (n_query - 1) / 2.0) * n_query;
+  }
+  return pairs * q_heads * dim * 4;
+}
+
 std::string WorkloadSpec::name() const {
   const bool same = std::all_of(lengths.begin(), lengths.end(),
                                 [this](uint32_t length) { return length == lengths[0]; });
@@ -44,7 +52,7 @@ std::string WorkloadSpec::name() const {
          std::to_string(group) + " kv" + std::to_string(q_heads / group) + " n" +
          std::to_string(lengths[0]) + (same ? "" : "+") + " b" + std::to_string(lengths.size()) +
          (n_query == 1 ? "" : " nq" + std::to_string(n_query)) + (tree ? " tree" : "") +
-         (softcap == 0 ? "" : " capped") +
+         (prefill ? " prefill" : "") + (softcap == 0 ? "" : " capped") +
          (ordered ? " contiguous" : " page" + std::to_string(page_tokens)) +
          (layers_per_page == 0 ? "" : " of " + std::to_string(layers_per_page) + " layers");
 }
@@ -145,7 +153,9 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
 
 DecodeKernel Workload::kernel() const {
   return {spec_.codec, spec_.dim,
-          attention::gpu::block_rows_for(spec_.codec, spec_.dim, spec_.n_query * spec_.group)};
+          spec_.prefill ? attention::gpu::kPrefillRows
+                        : attention::gpu::block_rows_for(spec_.codec, spec_.dim,
+                                                         spec_.n_query * spec_.group)};
 }
 
 uint32_t Workload::resident_blocks() const {
@@ -159,6 +169,11 @@ void Workload::plan(uint32_t blocks) {
   options.blocks = std::min(blocks, attention::gpu::kMaxMergeSlots);
   options.block_rows = kernel().block_rows;
   options.group = spec_.group;
+  const attention::gpu::Sight sight;
+  if (spec_.prefill) {
+    options.sights = {&sight, 1};
+    options.least_tokens = attention::gpu::kLeastPrefillTokens;
+  }
   plan_ = plan_decode(requests_, classes_, heads_, options);
   work_ = upload(std::span<const Work>(plan_.work));
   merges_ = upload(std::span<const Merge>(plan_.merges));

@@ -21,7 +21,8 @@ struct WorkloadSpec {
   uint32_t dim = 128;
   CodecId codec = CodecId::kBf16;
   uint32_t n_query = 1;
-  bool tree = false;  // of the query tokens, two branches; else one after the other
+  bool tree = false;     // of the query tokens, two branches; else one after the other
+  bool prefill = false;  // by the prefill kernel
   float softcap = 0.0f;
   uint32_t page_tokens = 64;
   bool ordered = false;  // pages lie in the order of the tokens; else at random
@@ -30,6 +31,8 @@ struct WorkloadSpec {
   uint32_t layers_per_page = 0;
 
   uint64_t kv_bytes() const;
+  // Of the products with keys and values, for what rows see.
+  double flops() const;
   std::string name() const;
 };
 

@@ -93,6 +93,185 @@ Bytes::Bytes(size_t size_bytes)
   std::memset(data_.get(), 0xff, size_);
 }
 
+namespace {
+
+// Of the prefill kernel: every shape, and whatever changes a score, a sum or a mask.
+template <class Add>
+void add_prefills(Add add_case) {
+  const auto add = [&add_case](CaseSpec spec) {
+    spec.prefill = true;
+    spec.name = "prefill" + std::string(spec.name.empty() ? "" : ", ") + spec.name;
+    add_case(spec);
+  };
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+    const bool scaled = codecs::codec_of(codec).is_scaled();
+    for (const uint32_t dim : kHeadDims) {
+      if (!is_prefill_on_devices(codec, dim)) {
+        continue;
+      }
+      // Two blocks of rows, the second with three rows; a prompt, and what follows a prefix.
+      add({.codec = codec, .dim = dim, .group = 1, .n_query = 131, .lengths = {131, 150}});
+      add({.name = "split",
+           .codec = codec,
+           .dtype_o = Dtype::kBf16,
+           .dim = dim,
+           .group = 8,
+           .n_query = 5,
+           .page_tokens = 16,
+           .lengths = {520},
+           .blocks = 3});
+      if (codec == CodecId::kF16 || codec == CodecId::kF8) {
+        continue;  // their masks are those of the two others
+      }
+      add({.name = "windows",
+           .codec = codec,
+           .dtype_q = Dtype::kF16,
+           .dim = dim,
+           .group = 3,
+           .n_query = 60,
+           .layer_window = 90,
+           .page_tokens = 24,
+           .classes = {{.n_heads = 1}, {.n_heads = 1, .sinks = 5, .window = 33}},
+           .lengths = {230},
+           .blocks = 2});
+    }
+    add({.name = "capped, weights, sinks",
+         .codec = codec,
+         .dtype_o = Dtype::kBf16,
+         .dim = 64,
+         .group = 4,
+         .n_query = 40,
+         .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 4, .window = 50}},
+         .lengths = {300, 40, 75},
+         .blocks = 5,
+         .weights = Weights::kHidden,
+         .softcap = 3.0f,
+         .sinks = true,
+         .q_size = 4.0f});
+    if (!scaled) {
+      continue;
+    }
+    for (const bool uneven : {true, false}) {
+      add({.name = uneven ? "uneven" : "values of 2^+-100",
+           .codec = codec,
+           .dim = uneven ? 256u : 128u,
+           .group = 2,
+           .n_query = 20,
+           .page_tokens = uneven ? 101u : 64u,
+           .classes = {{.n_heads = uneven ? 3u : 1u}},
+           .lengths = {200, 65},
+           .blocks = 2,
+           .sinks = true,
+           .q_size = 3.0f,
+           .uneven = uneven,
+           .far = uneven ? 0 : 100});
+    }
+    add({.name = "not numbers",
+         .codec = codec,
+         .group = 2,
+         .n_query = 70,
+         .page_tokens = 1000,
+         .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 4, .window = 30}},
+         .lengths = {152, 70, 105},
+         .blocks = 3,
+         .not_numbers = true});
+    add({.name = "large queries",
+         .codec = codec,
+         .group = 1,
+         .n_query = 70,
+         .lengths = {70},
+         .q_size = 1e30f,
+         .k_size = 1e-30f});
+    for (const uint32_t page : {1u, 3u, 33u}) {
+      add({.name = "scales",
+           .codec = codec,
+           .dim = page == 3 ? 128u : 64u,
+           .group = 2,
+           .n_query = 9,
+           .page_tokens = page,
+           .classes = {{.n_heads = 3}},
+           .lengths = {90},
+           .uneven = true});
+    }
+  }
+  // Rows around the edges of blocks, of warps and of tiles of rows, whatever the group.
+  uint32_t dims = 0;
+  for (const uint32_t group : {1u, 2u, 5u, 7u, 12u, 16u}) {
+    for (const uint32_t rows : {group % 2 == 0 ? 16u : 33u, 129u}) {
+      const uint32_t n = (rows + group - 1) / group;
+      add({.dim = kHeadDims[dims++ % 4], .group = group, .n_query = n, .lengths = {n, n + 31}});
+    }
+  }
+  // Lengths around the edges of tiles and pages; one token.
+  for (const uint32_t length : {1u, 2u, 31u, 32u, 33u, 63u, 64u, 65u, 128u, 129u}) {
+    add({.codec = CodecId::kF16,
+         .dim = length % 2 == 0 ? 128u : 64u,
+         .group = 3,
+         .n_query = std::min(length, 30u),
+         .classes = {{.n_heads = 2}},
+         .lengths = {length, length + 64}});
+  }
+  for (const uint32_t page : {1u, 8u, 100u, 1000u}) {
+    for (const uint32_t dim : {80u, 128u}) {
+      add({.dim = dim, .group = 4, .n_query = 10, .page_tokens = page, .lengths = {177, 300}});
+    }
+  }
+  // Windows narrower than a tile and wider than the list, alone and with sinks in one run and two;
+  // a row's own token alone.
+  for (const uint32_t window : {1u, 17u, 64u, 200u}) {
+    for (const uint32_t sinks : {0u, 4u, 70u}) {
+      add({.name = "classes",
+           .dim = sinks == 4 ? 128u : 64u,
+           .group = 2,
+           .n_query = 80,
+           .page_tokens = sinks == 70 ? 64u : 16u,
+           .classes = {{.n_heads = 1, .sinks = sinks, .window = window}},
+           .lengths = {260, 80},
+           .blocks = window == 200 ? 1u : 4u});
+    }
+    add({.name = "window",
+         .dim = 64,
+         .group = 1,
+         .n_query = 140,
+         .layer_window = window,
+         .classes = {{.n_heads = 1}, {.n_heads = 1, .sinks = 150, .window = 9}},
+         .lengths = {300, 140},
+         .blocks = 3});
+  }
+  add({.name = "few rows, long context", .group = 4, .n_query = 3, .lengths = {3000}, .blocks = 7});
+  add({.name = "classes, split",
+       .group = 4,
+       .n_query = 8,
+       .classes = {{.n_heads = 1, .sinks = 128, .window = 900}},
+       .lengths = {2000},
+       .blocks = 4});
+  add({.name = "whole and cut",
+       .dim = 64,
+       .group = 4,
+       .n_query = 70,
+       .lengths = {1100, 70, 100},
+       .blocks = 4});
+  add({.name = "fixed",
+       .dim = 64,
+       .group = 4,
+       .n_query = 40,
+       .lengths = {500, 90},
+       .blocks = 3,
+       .fixed_tokens = 64});
+  add({.name = "empty", .group = 4, .classes = {{.n_heads = 2}}, .lengths = {0, 5, 0}});
+  add({.name = "idle blocks",
+       .group = 2,
+       .n_query = 10,
+       .lengths = {10},
+       .blocks = 64,
+       .reads_lse = false});
+  add({.name = "weights", .n_query = 40, .lengths = {333, 40}, .weights = Weights::kSome});
+  add({.name = "peaked", .n_query = 40, .lengths = {400}, .blocks = 2, .q_size = 8.0f});
+  add({.name = "flat", .n_query = 40, .lengths = {200}, .q_size = 0.01f});
+}
+
+}  // namespace
+
 std::vector<CaseSpec> all_cases() {
   std::vector<CaseSpec> cases;
   const auto add = [&cases](CaseSpec spec) {
@@ -486,10 +665,13 @@ std::vector<CaseSpec> all_cases() {
          .softcap = 2.0f,
          .q_size = 4.0f});
   }
+  add_prefills(add);
   return cases;
 }
 
-uint32_t CaseSpec::block_rows() const { return block_rows_for(codec, dim, n_query * group); }
+uint32_t CaseSpec::block_rows() const {
+  return prefill ? kPrefillRows : block_rows_for(codec, dim, n_query * group);
+}
 
 Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
   const uint64_t plane_row = codecs::codec_of(spec_.codec).row_bytes(spec_.dim);
@@ -580,13 +762,21 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
 }
 
 bool Case::keeps(const ClassSpec& of, uint32_t length, uint32_t position) const {
-  return of.window == 0 || position < of.sinks || position + of.window >= length;
+  const uint32_t more = spec_.prefill ? spec_.n_query - 1 : 0;  // what the first row sees
+  return (of.window == 0 || position < of.sinks || position + of.window + more >= length) &&
+         (spec_.layer_window == 0 || position + spec_.layer_window + more >= length);
 }
 
 // The last n_query tokens of a sequence are those of the queries.
-bool Case::sees(uint32_t query_token, uint32_t length, uint32_t position) const {
+bool Case::sees(const ClassSpec& of, uint32_t query_token, uint32_t length,
+                uint32_t position) const {
   const uint32_t row = query_token % spec_.n_query;
   const uint32_t first = length - std::min(length, spec_.n_query);
+  if (spec_.prefill) {
+    const uint32_t own = first + row;
+    return position <= own && (spec_.layer_window == 0 || position + spec_.layer_window > own) &&
+           (of.window == 0 || position < of.sinks || position + of.window > own);
+  }
   return position < first || (spec_.tree ? (tree_mask[query_token] >> (position - first) & 1) != 0
                                          : position - first <= row);
 }
@@ -719,8 +909,9 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
   request.n_query = spec_.n_query;
   request.page_class = page_class;
 
-  // Whole pages are kept, those between sinks and window are not in the list.
-  const bool all = of.window == 0 || of.sinks + of.window >= length;
+  // Whole pages are kept. Those between sinks and window are not in the list; with the prefill
+  // kernel they have places there, as a device's have.
+  const bool all = spec_.prefill || of.window == 0 || of.sinks + of.window >= length;
   const uint32_t window_first = all ? 0 : length - of.window;
   const uint32_t sink_pages = all ? 0 : static_cast<uint32_t>(div_up(of.sinks, page));
   const uint32_t window_page = std::max(window_first / page, sink_pages);
@@ -749,6 +940,14 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
                        std::numeric_limits<float>::quiet_NaN());
   }
   for (uint32_t at = 0; at < kept.size(); ++at) {
+    bool holds_some = !spec_.prefill;
+    for (uint32_t i = kept[at] * page; i < std::min((kept[at] + 1) * page, length); ++i) {
+      holds_some = holds_some || keeps(of, length, i);
+    }
+    if (!holds_some) {
+      page_table.push_back(kSegments << kEntrySlotBits);  // of nobody
+      continue;
+    }
     const uint32_t entry = page_order_[(*free_page)++];
     page_table.push_back(entry);
     uint8_t* base = segments[entry >> kEntrySlotBits].data() +
@@ -789,7 +988,26 @@ DecodePlan Case::plan() const {
   options.overhead_tokens = 32;
   options.least_tokens = spec_.least_tokens;
   options.fixed_tokens = spec_.fixed_tokens;
+  const std::vector<Sight> seen = sights();
+  if (spec_.prefill) {
+    options.sights = seen;
+  }
   return plan_decode(requests, classes, heads, options);
+}
+
+std::vector<Sight> Case::sights() const {
+  std::vector<Sight> all;
+  for (const ClassSpec& of : spec_.classes) {
+    Sight& sight = all.emplace_back();
+    if (spec_.layer_window != 0) {
+      sight.window = spec_.layer_window;
+    }
+    if (of.window != 0) {
+      sight.n_sinks = of.sinks;
+      sight.n_recent = of.window;
+    }
+  }
+  return all;
 }
 
 PagePool Case::pool() {
@@ -836,6 +1054,8 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
   params.partial_lse = partial_lse.data();
   params.merge_follows = !plan.merges.empty();
   set_scale(&params, softmax_scale(spec_), spec_.softcap);
+  const std::vector<Sight> seen = sights();
+  std::copy(seen.begin(), seen.end(), params.sights);
   return params;
 }
 
@@ -906,7 +1126,7 @@ void Case::reference() {
         double top = sink;
         bool broken = false;
         for (uint32_t t = 0; t < length; ++t) {
-          if (!keeps(of, length, t) || !sees(token, length, t)) {
+          if (!keeps(of, length, t) || !sees(of, token, length, t)) {
             continue;
           }
           double dot = 0;

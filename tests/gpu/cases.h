@@ -38,6 +38,10 @@ struct CaseSpec {
   uint32_t dim = 128;
   uint32_t group = 4;
   uint32_t n_query = 1;
+  // By the prefill kernel: a class's window, and the layer's, move with each row; pages that no row
+  // sees are not there.
+  bool prefill = false;
+  uint32_t layer_window = 0;  // of it; 0 = none
   uint32_t page_tokens = 64;
   std::vector<ClassSpec> classes = {{}};
   std::vector<uint32_t> lengths = {100};  // per sequence
@@ -141,7 +145,8 @@ class Case {
                bool is_v) const;
   float weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) const;
   bool keeps(const ClassSpec& of, uint32_t length, uint32_t position) const;
-  bool sees(uint32_t query_token, uint32_t length, uint32_t position) const;
+  bool sees(const ClassSpec& of, uint32_t query_token, uint32_t length, uint32_t position) const;
+  std::vector<Sight> sights() const;
   void reference();
   AttendTensors tensors();
   PagePool pool();

@@ -20,6 +20,7 @@ namespace kvm::device::testing {
 namespace {
 
 constexpr uint32_t kMaxItems = 4, kMaxQuery = 4, kSlack = 16, kLayers = 3;
+constexpr uint32_t kMaxChunk = 130;  // query tokens of an item, in the batch of the prefill kernel
 constexpr uint64_t kPageTokens = 64;
 constexpr uint64_t kPartBytes = 32768;  // a layer's part of a page: two heads of 64 channels
 
@@ -107,10 +108,11 @@ class Twins {
     space.n_policies = static_cast<uint32_t>(geometry.policies.size());
     EXPECT_EQ(kvm_space_register(host_, &space, &host_space_), KVM_OK) << kvm_last_error();
     EXPECT_EQ(kvm_queue_create(host_, nullptr, &queue_), KVM_OK) << kvm_last_error();
-    // Two batches, so that sequences change from one to the other.
+    // Two batches, so that sequences change from one to the other, and one for chunks of prompts.
     for (kvm_cuda_batch*& batch : batches_) {
       batch = rig_.batch(rig_.batch_params(kMaxItems, 200, kMaxQuery, 600));
     }
+    chunks_ = rig_.batch(rig_.batch_params(kMaxItems, 200, kMaxChunk, 600));
   }
   ~Twins() {
     kvm_queue_destroy(queue_);
@@ -382,6 +384,7 @@ class Twins {
   kvm_space_id host_space_ = 0;
   kvm_queue* queue_ = nullptr;
   kvm_cuda_batch* batches_[2] = {};
+  kvm_cuda_batch* chunks_ = nullptr;
   uint64_t n_pages_ = 0;  // in use by pairs_
   std::vector<Pair> pairs_;
   std::vector<Expected> pending_;
@@ -391,7 +394,9 @@ class Twins {
 };
 
 void Twins::step() {
-  kvm_cuda_batch* const batch = batches_[below(2)];
+  const uint64_t which = below(8);
+  const bool prefill = which == 7;
+  kvm_cuda_batch* const batch = prefill ? chunks_ : batches_[which % 2];
   std::vector<kvm_cuda_item> items;
   std::vector<Pair*> whose;
   std::vector<Rig::Row> rows;
@@ -408,15 +413,23 @@ void Twins::step() {
     kvm_cuda_item item{};
     item.seq = pair.device;
     item.n_append = static_cast<uint32_t>(below(4) == 0 ? below(50) : 1);
+    if (prefill) {
+      const uint64_t room = 200 - kMaxItems + items.size() - rows.size();  // a row for each other
+      const uint64_t n = below(2) == 0 ? item.n_append : 1 + below(kMaxChunk);
+      item.n_append = static_cast<uint32_t>(std::min(n, room));
+    }
     if (pair.n_tokens + item.n_append == 0 || pair.n_tokens + item.n_append > 600) {
       item.n_append = pair.n_tokens == 0 ? 1 : 0;
     }
     item.append_row = static_cast<uint32_t>(rows.size());
     item.n_query = static_cast<uint32_t>(
         std::min<uint64_t>(below(kMaxQuery + 1), pair.n_tokens + item.n_append));
+    if (prefill && item.n_append > kMaxQuery) {
+      item.n_query = item.n_append - static_cast<uint32_t>(below(kMaxQuery));
+    }
     item.query_row = query_row;
     query_row += item.n_query;
-    if (below(3) == 0) {
+    if (below(3) == 0 && !prefill) {
       uint64_t* const words = trees[items.size()];
       for (uint32_t row = 0; row < item.n_query; ++row) {
         words[row] = below(uint64_t{1} << item.n_query);

@@ -256,6 +256,36 @@ INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
                                            Shape{"int4_d256", KVM_CODEC_I4, 256, 2, 2, 1}),
                          [](const auto& param) { return param.param.name; });
 
+// Chunks of prompts behind each other and behind decode steps, in a batch of the prefill kernel.
+class DevicePrefills : public ::testing::TestWithParam<Shape> {};
+
+TEST_P(DevicePrefills, TakeChunksOfAnyLength) {
+  const Shape& shape = GetParam();
+  Geometry geometry;
+  geometry.n_layers = 1;
+  geometry.codec = shape.codec;
+  geometry.dim = shape.dim;
+  geometry.n_q_heads = shape.n_q_heads;
+  geometry.n_kv_heads = shape.n_kv_heads;
+  Rig rig({}, geometry);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(3, 256, shape.max_query));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  std::vector<Step> steps;
+  steps.push_back({&rig, batch, {{&a, 67, 67}}, 1});
+  steps.push_back({&rig, batch, {{&a, 1, 1}, {nullptr, 0, 0}, {&b, 40, 7}}, 2});
+  steps.push_back({&rig, batch, {{&b, 33, 33}, {&a, 64, 65}}, 3});
+  steps.push_back({&rig, batch, {{&a, 0, 2}}, 4});
+  run_all(&rig, &steps);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, DevicePrefills,
+                         ::testing::Values(Shape{"bf16_d128_group4", KVM_CODEC_BF16, 128, 4, 1, 67},
+                                           Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 200},
+                                           Shape{"bf16_d192_group3", KVM_CODEC_BF16, 192, 3, 1, 67},
+                                           Shape{"int8_d64_group16", KVM_CODEC_I8, 64, 16, 1, 256},
+                                           Shape{"fp8_d256", KVM_CODEC_F8E4M3, 256, 2, 1, 65536}),
+                         [](const auto& param) { return param.param.name; });
+
 // Layer 0 and 1 have a head with sinks and a window, 1 a window of its own, 3 reads the keys of 0.
 Geometry mixed_geometry() {
   Geometry geometry;
@@ -313,6 +343,48 @@ TEST(DeviceTest, HeadsKeepWhatTheirPoliciesSay) {
   EXPECT_EQ(kvm_seq_truncate(rig.client(), a.id, 100), KVM_ERR_PARTIAL);
   kvm_seq_id child = 0;
   EXPECT_EQ(kvm_seq_fork(rig.client(), a.id, 100, &child), KVM_ERR_PARTIAL);
+}
+
+// Windows move with each row of a chunk, and an update drops no page that one of its rows sees.
+TEST(DeviceTest, ChunksSeeWhatPoliciesAndWindowsSay) {
+  Geometry geometry = mixed_geometry();
+  geometry.softcap = 3.0f;
+  geometry.sink_logits = {1, -INFINITY, 2, 0, 1, 1, 3, -1, 0, 2, 1, 1, 1, 2, -INFINITY, 0};
+  Rig rig({}, geometry);
+  kvm_cuda_batch* const chunks = rig.batch(rig.batch_params(2, 300, 200));
+  kvm_cuda_batch* const decodes = rig.batch(rig.batch_params(2, 4, 1));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  std::vector<Step> steps;
+  steps.push_back({&rig, chunks, {{&a, 180, 180}, {&b, 70, 70}}, 1});
+  steps.push_back({&rig, decodes, {{&a, 1, 1}, {&b, 1, 1}}, 2});
+  steps.push_back({&rig, chunks, {{&b, 20, 20}, {&a, 130, 130}}, 3});
+  // Of tokens that were appended before, too.
+  steps.push_back({&rig, chunks, {{&a, 2, 70}}, 4});
+  run_all(&rig, &steps);
+  // What a decode step has dropped a chunk's first rows do not see.
+  Step decode(&rig, decodes, {{&a, 1, 1}}, 5);
+  decode.run();
+  Step late(&rig, chunks, {{&a, 1, 200}}, 6);
+  EXPECT_EQ(late.update(), KVM_ERR_PARTIAL) << kvm_last_error();
+  rig.driver().settle();
+  decode.check("decode");
+}
+
+TEST(DeviceTest, BatchesOfChunksHaveNoTrees) {
+  Rig rig({}, {});
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 100, 65));
+  const Seq a = make(&rig, 1);
+  const uint64_t words[2] = {1, 3};
+  kvm_cuda_item item{};
+  item.seq = a.id;
+  item.n_append = 2;
+  item.n_query = 2;
+  item.tree_mask = words;
+  EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_UNSUPPORTED);
+  EXPECT_NE(std::string(kvm_last_error()).find("max_query is 65"), std::string::npos)
+      << kvm_last_error();
+  item.tree_mask = nullptr;
+  EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_OK) << kvm_last_error();
 }
 
 // Rows of a tree, as a draft model proposes them: steps that append a tree and ask all of it, and
@@ -668,12 +740,13 @@ TEST(DeviceTest, ForksShareAndCopyOnWrite) {
 }
 
 // One capture of all layers serves steps of other sequences, lengths and numbers of rows.
-TEST(DeviceTest, ACapturedGraphServesEveryStep) {
+// In a batch of the decode kernel, or of the prefill kernel, which knows no trees.
+void serve_every_step(bool prefill) {
   Geometry geometry;
   Rig rig({}, geometry);
   constexpr uint32_t kItems = 3, kRows = 6;
   // A batch that takes prompts too: the graph is for steps of at most kRows rows.
-  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(kItems, 200, 2));
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(kItems, 200, prefill ? 150 : 2));
   Seq seqs[kItems] = {make(&rig, 1), make(&rig, 2), make(&rig, 3)};
 
   const uint64_t row_bytes = geometry.n_kv_heads * geometry.dim * 4;
@@ -707,7 +780,7 @@ TEST(DeviceTest, ACapturedGraphServesEveryStep) {
   for (uint64_t step = 1; step <= 70; ++step) {
     if (step % 20 == 0) {
       Seq other = make(&rig, 100 + step);
-      Step prompt(&rig, batch, {{&other, 150, 2}}, step);
+      Step prompt(&rig, batch, {{&other, 150, prefill ? 90u : 2u}}, step);
       prompt.run();
       rig.driver().settle();
       prompt.check("a prompt between replays");
@@ -725,7 +798,7 @@ TEST(DeviceTest, ACapturedGraphServesEveryStep) {
         item.append_row = static_cast<uint32_t>(rows.size());
         item.n_query = static_cast<uint32_t>(chance >> 16) % (item.n_append + 1);
         item.query_row = i * 2;
-        if (item.n_query != 0 && chance >> 60 < 8) {
+        if (item.n_query != 0 && chance >> 60 < 8 && !prefill) {
           trees[i] = random_tree(item.n_query, chance);
           item.tree_mask = trees[i].data();
         }
@@ -764,6 +837,39 @@ TEST(DeviceTest, ACapturedGraphServesEveryStep) {
       }
     }
   }
+}
+
+TEST(DeviceTest, ACapturedGraphServesEveryStep) { serve_every_step(false); }
+TEST(DeviceTest, ACapturedGraphServesEveryChunk) { serve_every_step(true); }
+
+TEST(DeviceTest, ReproducibleChunksGiveTheSameBits) {
+  FakeOptions options;
+  Geometry geometry;
+  geometry.n_layers = 1;
+  geometry.n_q_heads = 2;
+  geometry.n_kv_heads = 1;
+  std::vector<float> results[2];
+  for (uint32_t n = 0; n < 2; ++n) {
+    options.blocks = n == 0 ? 2 : 7;
+    Rig rig(options, geometry);
+    kvm_cuda_batch_params params = rig.batch_params(3, 6000, 100, 8000);
+    params.flags = KVM_CUDA_REPRODUCIBLE;
+    kvm_cuda_batch* const batch = rig.batch(params);
+    Seq a = make(&rig, 1), b = make(&rig, 2);
+    // One block of rows, which is cut at token 4,096.
+    std::vector<Share> shares = {{&a, 4500, 2}};
+    if (n == 1) {
+      shares.push_back({&b, 80, 80});
+    }
+    Step step(&rig, batch, shares, 5);
+    step.run();
+    rig.driver().settle();
+    step.check("reproducible");
+    const uint32_t n_rows = 2 * geometry.n_q_heads;
+    results[n].assign(step.outputs(0).o, step.outputs(0).o + n_rows * geometry.dim);
+    results[n].insert(results[n].end(), step.outputs(0).lse, step.outputs(0).lse + n_rows);
+  }
+  EXPECT_EQ(std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4), 0);
 }
 
 TEST(DeviceTest, ReproducibleBatchesGiveTheSameBits) {

@@ -110,12 +110,13 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
   const MergeParams merge = one.merge_params(plan);
   one.clear_results();
   const auto memory = one.memory();
-  const bool lets_begin = launch("decode", plan.n_blocks, Shape::kThreads, Shape::kSharedBytes,
-                                 memory, [&] { decode_thread<Shape>(params); });
+  const bool lets_begin =
+      launch(spec.prefill ? "prefill" : "decode", plan.n_blocks, Shape::kThreads,
+             Shape::kSharedBytes, memory, [&] { attend_thread<Shape>(params); });
   // Whatever else may come next need not wait.
   if (lets_begin != (plan.n_blocks != 0 && !plan.merges.empty())) {
-    faults_ += lets_begin ? "decode: lets others than a merge begin. "
-                          : "decode: does not let the merge begin. ";
+    faults_ += lets_begin ? "attention: lets others than a merge begin. "
+                          : "attention: does not let the merge begin. ";
   }
   if (!plan.merges.empty()) {
     const auto blocks = static_cast<uint32_t>(plan.merges.size()) * plan.max_rows;

@@ -658,7 +658,7 @@ Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params
     }
     visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
       run_kernel("decode", n_blocks, Shape::kThreads, Shape::kSharedBytes,
-                 [&params] { decode_thread<Shape>(params); });
+                 [&params] { attend_thread<Shape>(params); });
     });
   });
   return Status::ok();
@@ -743,8 +743,13 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
             (at.token * p.tensors.q_stride_token + at.q_head * p.tensors.q_stride_head) * 2;
         std::fill(o.begin(), o.end(), 0.0);
         double top = -INFINITY, sum = 0;
+        const uint32_t own = query_list_token(request, r / p.tensors.group);
         for (uint32_t token = work.begin; token < end; ++token) {
           const uint32_t list = list_token(request, token);
+          if (kernel.block_rows == attention::gpu::kPrefillRows &&
+              !sees(p.sights[request.page_class], own, list)) {
+            continue;
+          }
           if (tree && token >= request.tree_first &&
               (p.tree_mask[at.token] >> (list - request.tree_list) & 1) == 0) {
             continue;

@@ -1,4 +1,4 @@
-"""Counts instructions of the decode kernels' loop over tiles in what `cuobjdump -sass` prints.
+"""Counts instructions of the loops over tiles in what `cuobjdump -sass` prints.
 
 What is counted: the shortest way round the loop that copies one tile and evaluates one. The graph
 of a kernel's basic blocks is searched from a block with matrix instructions back to itself, for the
@@ -108,6 +108,15 @@ def round_of_loop(code, n_copies, n_products):
             if way and sum("HMMA" in text for text in way) == n_products:
                 return way
     return None
+
+
+def per_product(code, element_bits, dim, tile, warps, row_tiles):
+    """Instructions for each matrix product of the prefill kernel, whose warps share the copies of a
+    tile, to a hundredth; None if the loop has not been found."""
+    n_copies = 2 * tile * dim * element_bits // (8 * warps * 16 * LANES)
+    n_products = 2 * row_tiles * (tile // 8) * (dim // 16)
+    way = round_of_loop(code, n_copies, n_products)
+    return round(len(way) / n_products, 2) if way else None
 
 
 def per_kib(code, element_bits, dim, tile, row_tiles):
