@@ -22,6 +22,8 @@ constexpr uint16_t kNan16 = 0xffff;
 // Elements between rows of tensors that no kernel may touch.
 constexpr uint32_t kGap = 8;
 constexpr uint32_t kGroup = codecs::Codec::kGroupChannels;
+// Log weights behind the last list, that none may touch either.
+constexpr uint32_t kGuard = 64;
 
 // Random numbers that are functions of what they belong to: no order of drawing to keep.
 uint64_t mix(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t c = 0, uint64_t d = 0) {
@@ -238,13 +240,27 @@ void add_prefills(Add add_case) {
          .lengths = {300, 140},
          .blocks = 3});
   }
+  // The last row's window begins behind the first token of a tile; the first row of a warp sees the
+  // last one of a tile, and no more of it.
+  add({.name = "window in a tile",
+       .group = 1,
+       .n_query = 34,
+       .layer_window = 90,
+       .lengths = {300}});
+  add({.name = "31 sinks",
+       .group = 1,
+       .n_query = 70,
+       .classes = {{.n_heads = 1, .sinks = 31, .window = 100}},
+       .lengths = {300}});
   add({.name = "few rows, long context", .group = 4, .n_query = 3, .lengths = {3000}, .blocks = 7});
-  add({.name = "classes, split",
+  // The last tile reaches beyond the weights that there are.
+  add({.name = "classes, split, weights",
        .group = 4,
        .n_query = 8,
        .classes = {{.n_heads = 1, .sinks = 128, .window = 900}},
-       .lengths = {2000},
-       .blocks = 4});
+       .lengths = {2040},
+       .blocks = 4,
+       .weights = Weights::kSome});
   add({.name = "whole and cut",
        .dim = 64,
        .group = 4,
@@ -730,6 +746,7 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     }
   }
   KVM_ASSERT(free_page <= page_order_.size());
+  log_weights.resize(log_weights.size() + kGuard, std::numeric_limits<float>::quiet_NaN());
 
   n_tokens_q_ = static_cast<uint32_t>(spec_.lengths.size()) * spec_.n_query;
   const uint32_t q_heads = n_kv_heads_ * spec_.group;
@@ -1079,7 +1096,8 @@ std::vector<std::span<uint8_t>> Case::memory() {
   all.push_back({o.data(), o.size()});
   append_range(&all, page_table);
   append_range(&all, heads);
-  append_range(&all, log_weights);
+  all.push_back({reinterpret_cast<uint8_t*>(log_weights.data()),
+                 (log_weights.size() - kGuard) * sizeof(float)});
   append_range(&all, tree_mask);
   append_range(&all, sink_logits);
   append_range(&all, lse);
