@@ -29,6 +29,7 @@
 #ifndef KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 
+#include "attention/cuda/logits.h"
 #include "attention/cuda/pages.h"
 #include "attention/cuda/params.h"
 #include "attention/cuda/primitives.h"
@@ -60,6 +61,7 @@ constexpr uint32_t power_in(uint32_t n, uint32_t most) {
 template <Element kElementType, uint32_t kDimValue, uint32_t kTileTokens, uint32_t kStageCount,
           uint32_t kWarpCount, uint32_t kRowTileCount>
 struct DecodeShape {
+  static constexpr bool kIsMla = false;
   static constexpr Element kElement = kElementType;
   static constexpr uint32_t kDim = kDimValue;
   static constexpr uint32_t kTile = kTileTokens;
@@ -279,7 +281,6 @@ template <class Shape>
 KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& work) {
   const Request& request = work.request;
   const uint32_t n_rows = request.n_query * p.tensors.group;
-  const uint32_t n_before = request.n_tokens - request.n_query + 1;
 #pragma unroll
   for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
 #pragma unroll
@@ -309,8 +310,7 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& wo
       o[t][n][0] = o[t][n][1] = o[t][n][2] = o[t][n][3] = 0.0f;
     }
   }
-  limit_least = n_before < request.tree_first ? n_before : request.tree_first;
-  limit_least = limit_least < work.end ? limit_least : work.end;
+  limit_least = seen_by_all(work);
   next_weight = 0.0f;
 }
 
@@ -338,13 +338,9 @@ KVM_GPU void WarpTask<Shape>::look_up(const DecodeParams& p, const Work& work,
 // Loads the log weight of the token of this lane in the tile whose first token is `token_first`.
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Work& work, uint32_t token_first) {
-  const Request& request = work.request;
   const uint32_t token = token_first + lane_id() % Shape::kTile;
   if (token < work.end) {
-    const int64_t at = request.log_weights +
-                       static_cast<int64_t>(work.kv_head) * request.log_weight_stride +
-                       list_token(request, token);
-    next_weight = load_global<float>(p.log_weights + at);
+    next_weight = load_global<float>(log_weight_at(p, work, token));
   }
 }
 
@@ -562,41 +558,23 @@ KVM_GPU void WarpTask<Shape>::add_values(SharedAddress values, const Scores& s) 
   }
 }
 
-// A logit in units of log 2, soft-capped. Its error is a few ulp of the cap.
-KVM_GPU float soft_cap(const DecodeParams& p, float score) {
-  const float decay = exp2_fast(-fabsf(score * p.softcap_rate));
-  const float size = p.softcap_log2 * (1.0f - decay) * reciprocal_fast(1.0f + decay);
-  return score < 0.0f ? -size : size;
-}
-
 // Sets the scores of tokens that a row does not see to -inf. Only tiles at the end of a piece come
 // here, so the request is read again: registers are what the loop over tiles is short of.
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::hide_unseen(const DecodeParams& p, const Work& work,
                                           uint32_t token_first, Scores& s) {
   const Request& request = work.request;
-  const bool tree = request.tree_first != kNoTree;
-  const uint32_t n_before = request.n_tokens - request.n_query + 1;
 #pragma unroll
   for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t row = work.row_first + t * 16 + half * 8 + lane_id() / 4;
-      const uint32_t query = row / p.tensors.group;
-      const uint64_t seen = tree && query < request.n_query
-                                ? load_global<uint64_t>(p.tree_mask + request.q_token + query)
-                                : 0;
-      const uint32_t limit = tree || n_before + query > work.end ? work.end : n_before + query;
+      const VisibleTokens visible(p, work, row);
 #pragma unroll
       for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-          const uint32_t token = token_first + n * 8 + lane_id() % 4 * 2 + i;
-          bool sees = token < limit;
-          if (tree && token >= request.tree_first) {
-            sees = sees && (seen >> (list_token(request, token) - request.tree_list) % 64 & 1) != 0;
-          }
-          if (!sees) {
+          if (!visible.has(request, token_first + n * 8 + lane_id() % 4 * 2 + i)) {
             s[t][n][2 * half + i] = minus_infinity();
           }
         }
