@@ -564,17 +564,28 @@ template <class Shape>
 KVM_GPU void WarpTask<Shape>::hide_unseen(const DecodeParams& p, const Work& work,
                                           uint32_t token_first, Scores& s) {
   const Request& request = work.request;
+  const bool tree = request.tree_first != kNoTree;
+  const uint32_t n_before = request.n_tokens - request.n_query + 1;
 #pragma unroll
   for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t row = work.row_first + t * 16 + half * 8 + lane_id() / 4;
-      const VisibleTokens visible(p, work, row);
+      const uint32_t query = row / p.tensors.group;
+      const uint64_t seen = tree && query < request.n_query
+                                ? load_global<uint64_t>(p.tree_mask + request.q_token + query)
+                                : 0;
+      const uint32_t limit = tree || n_before + query > work.end ? work.end : n_before + query;
 #pragma unroll
       for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-          if (!visible.has(request, token_first + n * 8 + lane_id() % 4 * 2 + i)) {
+          const uint32_t token = token_first + n * 8 + lane_id() % 4 * 2 + i;
+          bool sees = token < limit;
+          if (tree && token >= request.tree_first) {
+            sees = sees && (seen >> (list_token(request, token) - request.tree_list) % 64 & 1) != 0;
+          }
+          if (!sees) {
             s[t][n][2 * half + i] = minus_infinity();
           }
         }

@@ -302,14 +302,24 @@ KVM_GPU void MlaTask<Shape>::own_weights(const DecodeParams& p, const Work& work
     }
   }
   if (masked) {
-    const VisibleTokens visible(p, work, work.row_first + own_row());
+    const Request& request = work.request;
+    const bool tree = request.tree_first != kNoTree;
+    const uint32_t query = (work.row_first + own_row()) / p.tensors.group;
+    const uint64_t seen = tree && query < request.n_query
+                              ? load_global<uint64_t>(p.tree_mask + request.q_token + query)
+                              : 0;
+    const uint32_t visible = request.n_tokens - request.n_query + 1 + query;
+    const uint32_t limit = tree || visible > work.end ? work.end : visible;
 #pragma unroll
     for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
-        if (!visible.has(work.request, token_first + n * 8 + lane_id() % 4 * 2 + i)) {
-          own[n][i] = minus_infinity();
+        const uint32_t token = token_first + n * 8 + lane_id() % 4 * 2 + i;
+        bool sees = token < limit;
+        if (tree && token >= request.tree_first) {
+          sees = sees && (seen >> (list_token(request, token) - request.tree_list) % 64 & 1) != 0;
         }
+        own[n][i] = sees ? own[n][i] : minus_infinity();
       }
     }
   }

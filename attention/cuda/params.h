@@ -138,7 +138,7 @@ struct AttendTensors {
   int64_t lse_stride_head = 0;
   Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are bytes, kF16 or kBf16
   Dtype dtype_o = Dtype::kF32;   // kF32, kF16, kBf16
-  uint32_t group = 1;            // q heads per kv head, 1 to kMaxGpuGroup or kMaxMlaGroup
+  uint32_t group = 1;            // q heads per kv head, 1 to max_group
   // [q head] a logit without a value that counts in every sum of the head, or null; -inf counts
   // nothing. Where a row's pieces are merged it counts there, once. At most 2^127.
   const float* sink_logits = nullptr;
@@ -199,6 +199,14 @@ inline constexpr uint32_t kKeyDims[] = {64, 80, 96, 128, 192, 256, kMlaDim};
 
 // Channels of a value, and of a result, where keys have so many.
 constexpr uint32_t value_dim(uint32_t dim) { return dim == kMlaDim ? kMlaValueDim : dim; }
+
+// The most q heads that share a kv head, where keys have so many channels.
+constexpr uint32_t max_group(uint32_t dim) { return dim == kMlaDim ? kMaxMlaGroup : kMaxGpuGroup; }
+
+// Says whether there are MLA kernels for pages of the codec.
+constexpr bool is_mla_on_devices(CodecId codec) {
+  return is_on_devices(codec) && vec::elem_bytes(codecs::codec_of(codec).elem) == 2;
+}
 
 // Says whether there are kernels for heads of so many channels, of K and V alike, in pages of the
 // codec, which has some.
