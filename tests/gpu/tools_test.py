@@ -35,7 +35,8 @@ class Budget(unittest.TestCase):
     def setUp(self):
         self.found = bundle_test.parse_log(LOG)
         self.shapes = bundle_test.parse_shapes(
-            "decode fp16 d128 rows32 threads 128 shared 98304 on sm_80 65536\nother\n")
+            "decode fp16 d128 rows32 threads 128 shared 98304 on sm_80 65536 on sm_120 98000\n"
+            "other\n")
         self.budget = {FP16: (255, 98304, 50.0), MERGE: (40, 128, None)}
         self.loops = {FP16: 50.0}
 
@@ -44,7 +45,8 @@ class Budget(unittest.TestCase):
 
     def test_reads_logs(self):
         self.assertEqual(self.found, {FP16: (255, 0, 16), MERGE: (40, 128, 0)})
-        self.assertEqual(self.shapes, {"decode_fp16_d128_rows32": (98304, 65536)})
+        self.assertEqual(self.shapes, {"decode_fp16_d128_rows32": {
+            "sm_90a": 98304, "sm_80": 65536, "sm_120": 98000}})
         on_sm_80 = ("sm_80", FP16[1])
         self.assertEqual(bundle_test.dynamic_shared(self.shapes, FP16), 98304)
         self.assertEqual(bundle_test.dynamic_shared(self.shapes, on_sm_80), 65536)
