@@ -161,7 +161,7 @@ Status Batch::size_kind(Kind* kind) const {
     const tiers::SlabClass lies = space_->slab_class(n_heads);
     PageClass page_class;
     page_class.page_bytes = store_->slab(space_->lists[of.list].slab).page_bytes;
-    page_class.v_offset_bytes = lies.v_offset();
+    page_class.v_offset_bytes = lies.v_in_k ? 0 : lies.v_offset();
     page_class.head_stride_bytes = static_cast<uint32_t>(lies.k().head_rows_bytes(lies.dim_k));
     page_class.heads_first = static_cast<uint32_t>(kind->heads.size());
     page_class.n_heads = n_heads;
@@ -253,7 +253,7 @@ Status Batch::lay_out() {
     slots = std::max<uint64_t>(slots, kind.slot_capacity);
   }
   // Layers follow each other on the stream, so they share the room for partial states.
-  partial_o_at_ = take(slots * kernel_.block_rows * space_->dim * sizeof(float));
+  partial_o_at_ = take(slots * kernel_.block_rows * space_->dim_v() * sizeof(float));
   partial_lse_at_ = take(slots * kernel_.block_rows * sizeof(float));
   table_at_ =
       take(space_->lists.size() * uint64_t{options_.max_items} * max_pages_ * sizeof(uint32_t));
@@ -692,6 +692,24 @@ attention::gpu::PagePool Batch::pool_of(const Kind& kind, uint32_t layer) const 
   return pool;
 }
 
+// v: as k, with strides of `row` and `head` elements; absent where it is in k.
+Status Batch::check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_heads,
+                           uint64_t row, uint64_t head) const {
+  if (space_->v_in_k()) {
+    return v.data == nullptr
+               ? Status::ok()
+               : invalid("v is there; the space has KVM_SPACE_V_IN_K, so it must be NONE");
+  }
+  if (v.data == nullptr) {
+    return invalid("v is no device memory");
+  }
+  uint64_t row_v = 0, head_v = 0;
+  KVM_TRY(check_tensor("v", v, append_rows_, n_heads, space_->dim_v(), 16, &row_v, &head_v));
+  return k.dtype == v.dtype && row == row_v && head == head_v
+             ? Status::ok()
+             : invalid("k and v have different dtypes or strides");
+}
+
 Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream) {
   if (layer >= space_->layers.size() || !space_->layers[layer].has_keys ||
       space_->layers[layer].storage_layer != layer) {
@@ -700,12 +718,9 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   KVM_TRY(check_current());
   KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
   const uint64_t n_heads = space_->layers[layer].n_kv_heads;
-  uint64_t row = 0, head = 0, row_v = 0, head_v = 0;
+  uint64_t row = 0, head = 0;
   KVM_TRY(check_tensor("k", k, append_rows_, n_heads, space_->dim, 16, &row, &head));
-  KVM_TRY(check_tensor("v", v, append_rows_, n_heads, space_->dim, 16, &row_v, &head_v));
-  if (k.dtype != v.dtype || row != row_v || head != head_v) {
-    return invalid("k and v have different dtypes or strides");
-  }
+  KVM_TRY(check_values(k, v, n_heads, row, head));
   const Kind& kind = kinds_[kind_of_layer_[layer]];
   AppendParams params;
   params.pool = pool_of(kind, layer);
@@ -763,7 +778,7 @@ Status Batch::resolve_tensors(const AttendCall& call, uint64_t n_rows,
   }
   uint64_t q_row = 0, q_head = 0, o_row = 0, o_head = 0, lse_row = 0, lse_head = 0;
   KVM_TRY(check_tensor("q", call.q, n_rows, layer.n_q_heads, space_->dim, 16, &q_row, &q_head));
-  KVM_TRY(check_tensor("o", call.o, n_rows, layer.n_q_heads, space_->dim, 16, &o_row, &o_head));
+  KVM_TRY(check_tensor("o", call.o, n_rows, layer.n_q_heads, space_->dim_v(), 16, &o_row, &o_head));
   if (call.lse.data != nullptr) {
     if (call.lse.dtype != Dtype::kF32) {
       return invalid("lse is not F32");
@@ -839,7 +854,7 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
     ++n_launches_;
   }
   if (n_merges != 0) {
-    KVM_TRY(driver.merge(space_->dim, merge_params(kind, tensors), n_merges, stream));
+    KVM_TRY(driver.merge(space_->dim_v(), merge_params(kind, tensors), n_merges, stream));
     ++n_launches_;
   }
   return Status::ok();

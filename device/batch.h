@@ -179,6 +179,8 @@ class Batch {
   Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows,
                       uint64_t n_heads, uint64_t dim, uint64_t alignment, uint64_t* stride_row,
                       uint64_t* stride_head) const;
+  Status check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_heads, uint64_t row,
+                      uint64_t head) const;
   Status check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const;
   // Checks the tensors of an attend, and tells the kernels where they lie.
   Status resolve_tensors(const AttendCall& call, uint64_t n_rows,

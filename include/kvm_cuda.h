@@ -57,9 +57,11 @@
  *
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
  * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
- * dims other than 64, 128, 256 and, but in pages of int4, 80, 96 and 192, retentions FOLD and
- * HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a
- * queue: reading K and V back, observations.
+ * dims other than 64, 128, 256 and, but in pages of int4, 80, 96 and 192, groups of more than 16 q
+ * heads, retentions FOLD and HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and
+ * arenas, and what needs a queue: reading K and V back, observations.
+ * KVM_SPACE_V_IN_K is there for multi-head latent attention: head_dim_k 576, head_dim_v 512, pages
+ * of fp16 and bf16, groups of up to 128 q heads.
  *
  * What is otherwise than kvm.h says
  *
@@ -145,8 +147,9 @@ typedef struct kvm_cuda_batch_params {
                             * all steps of the batch use: decode with a batch of its own, of 1. Up
                             * to 64 it is the decode kernel, with 16 or 32 rows (query tokens times
                             * q heads of a kv head) that read K and V once; from 65 on the prefill
-                            * kernel, with 128, which knows no trees, no pages of I4, nor those of
-                            * I8 and F8E4M3 with head_dim 80 (UNSUPPORTED) */
+                            * kernel, with 128, which knows no trees, and neither pages of I4, nor
+                            * of I8 and F8E4M3 with head_dim 80, nor KVM_SPACE_V_IN_K
+                            * (UNSUPPORTED) */
   uint32_t max_query_rows; /* rows of q, o and lse, to 2^20; 0: max_items * max_query. What the
                             * plan takes of memory goes by it */
   uint64_t max_tokens;     /* of the longest sequence; required; at most 2^31 - 1 */
@@ -221,6 +224,7 @@ KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *i
  *          encoded at once, also where a page is not full; 64 channels of which one is not finite,
  *          or above 2^126, read as NaN. Strides count elements, as in kvm.h, and are
  *          the same for k and v; they and the addresses are multiples of 16 bytes.
+ *          With KVM_SPACE_V_IN_K rows of k are all there is: v is NULL, or NONE.
  * Fails:   INVALID (geometry, an ALIAS or ABSENT layer, a tensor that is too small, no update yet,
  *          a sequence that has changed since), DEVICE. */
 KVM_API kvm_status kvm_cuda_append(kvm_cuda_batch *batch, uint32_t layer, const kvm_tensor *k,
@@ -231,9 +235,10 @@ typedef struct kvm_cuda_attend_params {
   uint32_t flags; /* reserved, zero */
   uint32_t layer;
   float scale;           /* 0: the space's softmax_scale; must be positive */
-  kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype; where that is I8,
-                          * F8E4M3 or I4, F16 or BF16. Addresses and strides of q and o: as of k */
-  kvm_tensor o;          /* likewise, F32, F16 or BF16 */
+  kvm_tensor q;          /* [row][n_q_heads][head_dim_k], DEVICE, the space's dtype; where that is
+                          * I8, F8E4M3 or I4, F16 or BF16. Addresses and strides of q and o: as of
+                          * k */
+  kvm_tensor o;          /* [row][n_q_heads][head_dim_v], likewise, F32, F16 or BF16 */
   kvm_tensor lse;        /* [row][n_q_heads], F32, natural logarithm; NONE: not wanted */
   kvm_buffer log_weights; /* DEVICE, F32, where the batch has strides for them; else NONE */
   uint64_t reserved[4];
@@ -275,6 +280,12 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  *    with strides (page_stride, token_stride, head_stride, element); block_size 64; a row of
  *    block_table is what kvm_cuda_batch_get_indices gives for an item.
  *
+ * With KVM_SPACE_V_IN_K pages have a K plane only, v is k, and a row of V the first head_dim_v
+ * channels of the row of K. With one kv head that is [n_pages, 64, 576] with a page stride of its
+ * own, the cache that kernels for multi-head latent attention read: kv_cache of vLLM's MLA backends
+ * and, as [n_pages, 64, 1, 576], k_cache of FlashMLA; ckv_cache and kpe_cache of FlashInfer's
+ * BatchMLAPagedAttentionWrapper are its first 512 channels and its last 64.
+ *
  * These kernels know no scale for each row: I8, F8E4M3 and I4 pages need kernels that do. Addresses
  * stay as long as the batch. Layers whose classes keep the same tokens with as many heads
  * share pages: they differ in addresses only, and one list of indices is good for all of them.
@@ -309,7 +320,9 @@ typedef struct kvm_cuda_pages {
    * policy has dropped, and those behind the last page, are anything. */
   uint64_t table;
   uint64_t table_stride;
-  uint64_t reserved[4];
+  uint32_t head_dim_v;     /* of a row of V: head_dim, but with KVM_SPACE_V_IN_K */
+  uint32_t reserved0;
+  uint64_t reserved[3];
 } kvm_cuda_pages;
 
 enum { KVM_CUDA_INDEX_MASK = (1 << 22) - 1 };

@@ -208,12 +208,15 @@ KVM_GPU void append_token(const AppendParams& p, const AppendToken& token) {
       uint8_t* to = page_row(p.pool, of, entry, token.row, p.dim * 2) +
                     static_cast<uint64_t>(head) * of.head_stride_bytes + chunk * 16;
       store_global(to, load_converted<kElement>(p.k, p.dtype, element));
-      store_global(to + of.v_offset_bytes, load_converted<kElement>(p.v, p.dtype, element));
+      if (of.v_offset_bytes != 0) {
+        store_global(to + of.v_offset_bytes, load_converted<kElement>(p.v, p.dtype, element));
+      }
     }
   }
 }
 
-// Does the work of one thread of one block. REQUIRES: is_head_dim_on_devices.
+// Does the work of one thread of one block. REQUIRES: is_head_dim_on_devices, or V is in K and rows
+// are of two bytes an element.
 template <Element kElement>
 KVM_GPU void append_thread(const AppendParams& p) {
   const uint32_t n = p.n_tokens != nullptr ? load_global<uint32_t>(p.n_tokens) : block_count();

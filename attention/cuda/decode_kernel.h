@@ -136,7 +136,6 @@ template <class Shape>
 KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& work) {
   const Request& request = work.request;
   const uint32_t n_rows = request.n_query * p.tensors.group;
-  const uint32_t n_before = request.n_tokens - request.n_query + 1;
 #pragma unroll
   for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
 #pragma unroll
@@ -155,21 +154,16 @@ KVM_GPU void WarpTask<Shape>::load_queries(const DecodeParams& p, const Work& wo
     }
   }
   rows.reset();
-  limit_least = n_before < request.tree_first ? n_before : request.tree_first;
-  limit_least = limit_least < work.end ? limit_least : work.end;
+  limit_least = seen_by_all(work);
   next_weight = 0.0f;
 }
 
 // Loads the log weight of the token of this lane in the tile whose first token is `token_first`.
 template <class Shape>
 KVM_GPU void WarpTask<Shape>::weigh(const DecodeParams& p, const Work& work, uint32_t token_first) {
-  const Request& request = work.request;
   const uint32_t token = token_first + lane_id() % Shape::kTile;
   if (token < work.end) {
-    const int64_t at = request.log_weights +
-                       static_cast<int64_t>(work.kv_head) * request.log_weight_stride +
-                       list_token(request, token);
-    next_weight = load_global<float>(p.log_weights + at);
+    next_weight = load_global<float>(log_weight_at(p, work, token));
   }
 }
 

@@ -13,18 +13,25 @@ namespace {
 // has registers enough for shapes of which, left alone, it would make four, and spill. Others stay
 // as it makes them: 0 says nothing.
 template <class Shape>
-inline constexpr int kLeastBlocks =
-    Shape::kDim == 96                                              ? 2
-    : Shape::kStepped&& Shape::kDim == 64 && Shape::kRowTiles == 1 ? 3
-                                                                   : 0;
+inline constexpr int kLeastBlocks = [] {
+  if constexpr (Shape::kIsMla) {
+    return static_cast<int>(256 / Shape::kThreads);
+  } else if constexpr (Shape::kStepped && Shape::kDim == 64 && Shape::kRowTiles == 1) {
+    return 3;
+  } else {
+    return Shape::kDim == 96 ? 2 : 0;
+  }
+}();
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, kLeastBlocks<Shape>)
     decode_kernel(const __grid_constant__ DecodeParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   attend_thread<Sm80Shape<Shape>>(params);
-#else
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
   attend_thread<Shape>(params);
+#else
+  attend_thread<SmallShape<Shape>>(params);
 #endif
 }
 
@@ -48,8 +55,13 @@ constexpr auto attend_kernel() {
 // made for it by the driver, takes less.
 template <class Shape>
 uint32_t shared_bytes_on(int major) {
-  static_assert(Shape::kSharedBytes <= kMostSharedBytes);
-  return major == 8 ? Sm80Shape<Shape>::kSharedBytes : Shape::kSharedBytes;
+  constexpr bool kAlone = Shape::kThreads == 256;  // on an SM
+  static_assert(Shape::kSharedBytes <= (Shape::kIsMla && kAlone ? kAllOfSm90 : kMostSharedBytes) &&
+                SmallShape<Shape>::kSharedBytes <= kMostSharedBytes &&
+                Sm80Shape<Shape>::kSharedBytes <= (kAlone ? kMostSharedBytes : kHalfOfSm80));
+  return major == 8   ? Sm80Shape<Shape>::kSharedBytes
+         : major == 9 ? Shape::kSharedBytes
+                      : SmallShape<Shape>::kSharedBytes;
 }
 
 cudaError_t current_major(int* major) {
@@ -113,8 +125,8 @@ cudaError_t attend_init() {
   cudaError_t error = current_major(&major);
   const auto note = [&error](cudaError_t result) { error = error == cudaSuccess ? result : error; };
   for (const codecs::Codec& codec : codecs::kCodecs) {
-    for (const uint32_t dim : kHeadDims) {
-      for (const uint32_t rows : {16u, 32u, kPrefillRows}) {
+    for (const uint32_t dim : kKeyDims) {
+      for (const uint32_t rows : kBlockRows) {
         visit_shape(codec.id, dim, rows, [&]<class Shape>(Shape) {
           note(load(attend_kernel<Shape>(), shared_bytes_on<Shape>(major)));
         });
@@ -122,8 +134,8 @@ cudaError_t attend_init() {
     }
     visit_element(codec.id, [&]<class Tag>(Tag) { note(load(append_kernel<Tag::kElement>)); });
   }
-  for (const uint32_t dim : kHeadDims) {
-    visit_head_dim(dim, [&]<class Tag>(Tag) { note(load(merge_kernel<Tag::kDim>)); });
+  for (const uint32_t dim : kKeyDims) {
+    visit_value_dim(value_dim(dim), [&]<class Tag>(Tag) { note(load(merge_kernel<Tag::kDim>)); });
   }
   note(load(scatter_kernel));
   note(load(move_kernel));
@@ -192,7 +204,7 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = CUDART_VERSION >= 12030 && major >= 9 ? 1 : 0;
-  const bool known = visit_head_dim(dim, [&]<class Tag>(Tag) {
+  const bool known = visit_value_dim(dim, [&]<class Tag>(Tag) {
     error = cudaLaunchKernelEx(&config, merge_kernel<Tag::kDim>, params);
   });
   return known ? error : cudaErrorInvalidValue;

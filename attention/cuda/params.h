@@ -27,7 +27,9 @@ namespace kvm::attention::gpu {
 
 inline constexpr uint32_t kMaxSegments = 64;
 inline constexpr uint32_t kMaxClasses = 16;
+// LIMIT: q heads per kv head, and where keys have kMlaDim channels.
 inline constexpr uint32_t kMaxGpuGroup = 16;
+inline constexpr uint32_t kMaxMlaGroup = 128;
 inline constexpr uint32_t kEntrySlotBits = 22;
 inline constexpr uint32_t kEntrySlotMask = (1u << kEntrySlotBits) - 1;
 // LIMIT: tokens of a page list; the division below is exact up to here.
@@ -57,7 +59,7 @@ constexpr Divider make_divider(uint32_t divisor) {
 // A PageClass says how pages of one head class lie.
 struct PageClass {
   uint64_t page_bytes = 0;         // LIMIT: below 4 GiB
-  uint64_t v_offset_bytes = 0;     // from a row of K to the same row of V
+  uint64_t v_offset_bytes = 0;     // from a row of K to the same row of V; 0: V is in K
   uint32_t head_stride_bytes = 0;  // from head to head inside a plane
   uint32_t heads_first = 0;        // into PagePool::heads
   uint32_t n_heads = 0;
@@ -146,7 +148,7 @@ struct AttendTensors {
   int64_t lse_stride_head = 0;
   Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are narrow, kF16 or kBf16
   Dtype dtype_o = Dtype::kF32;   // kF32, kF16, kBf16
-  uint32_t group = 1;            // q heads per kv head, 1 to kMaxGpuGroup
+  uint32_t group = 1;            // q heads per kv head, 1 to max_group
   // [q head] a logit without a value that counts in every sum of the head, or null; -inf counts
   // nothing. Where a row's pieces are merged it counts there, once. At most 2^127.
   const float* sink_logits = nullptr;
@@ -159,7 +161,8 @@ struct DecodeParams {
   const float* log_weights = nullptr;
   const uint64_t* tree_mask = nullptr;  // [token of the query tensor]; of requests with a tree
   const Work* work = nullptr;           // block b begins with piece b
-  // Partial states: o [slot][rows of a block][dim], normalised, and lse [slot][rows of a block].
+  // Partial states: o [slot][rows of a block][value_dim], normalised, and lse [slot][rows of a
+  // block].
   float* partial_o = nullptr;
   float* partial_lse = nullptr;
   float scale_log2 = 1.0f;  // softmax scale times log2(e)
@@ -208,8 +211,27 @@ constexpr uint32_t row_params_bytes(CodecId codec, uint32_t dim) {
 // Channels of heads that there are kernels for; in rows of 4 bits not all of them.
 inline constexpr uint32_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
 
-// Says whether there are kernels for heads of so many channels in pages of the codec, which has
-// some.
+// Multi-head latent attention (mla_kernel.h): keys of so many channels, of which the first ones are
+// the value. Rows are stored once; pages of two bytes an element.
+inline constexpr uint32_t kMlaDim = 576;
+inline constexpr uint32_t kMlaValueDim = 512;
+
+// Channels of keys that there are kernels for.
+inline constexpr uint32_t kKeyDims[] = {64, 80, 96, 128, 192, 256, kMlaDim};
+
+// Channels of a value, and of a result, where keys have so many.
+constexpr uint32_t value_dim(uint32_t dim) { return dim == kMlaDim ? kMlaValueDim : dim; }
+
+// The most q heads that share a kv head, where keys have so many channels.
+constexpr uint32_t max_group(uint32_t dim) { return dim == kMlaDim ? kMaxMlaGroup : kMaxGpuGroup; }
+
+// Says whether there are MLA kernels for pages of the codec.
+constexpr bool is_mla_on_devices(CodecId codec) {
+  return is_on_devices(codec) && codecs::codec_of(codec).bits() == 16;
+}
+
+// Says whether there are kernels for heads of so many channels, of K and V alike, in pages of the
+// codec, which has some.
 constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
   return dim == 64 || dim == 128 || dim == 256 ||
          (codec != codecs::kI4 && (dim == 80 || dim == 96 || dim == 192));
@@ -218,24 +240,32 @@ constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
 // Rows of a block of the prefill kernel, whatever the codec and the dim.
 inline constexpr uint32_t kPrefillRows = 128;
 
-// Says whether the prefill kernel has them too, REQUIRES: is_head_dim_on_devices. It has no rows of
-// 4 bits: a step that is not a number is taken out of a tile by the warp that reads it, and here
-// all warps do. Nor bytes of 80 channels: a warp copies 32 rows of them at least, which makes tiles
-// of 128 tokens, whose scores registers do not hold.
+// Says whether the prefill kernel has them. It has no rows of 4 bits: a step that is not a number is
+// taken out of a tile by the warp that reads it, and here all warps do. Nor bytes of 80 channels: a
+// warp copies 32 rows of them at least, which makes tiles of 128 tokens, whose scores registers do
+// not hold. Nor latent rows.
 constexpr bool is_prefill_on_devices(CodecId codec, uint32_t dim) {
-  return codec != codecs::kI4 && (dim != 80 || codecs::codec_of(codec).bits() == 16);
+  return codec != codecs::kI4 && is_head_dim_on_devices(codec, dim) &&
+         (dim != 80 || codecs::codec_of(codec).bits() == 16);
 }
 
-// A DecodeKernel names one kernel: codec of K and V; channels; rows of a block: block_rows_for, or
-// kPrefillRows of the prefill kernel.
+// A DecodeKernel names one kernel: codec of K and V; channels of K; rows of a block:
+// block_rows_for, or kPrefillRows of the prefill kernel.
 struct DecodeKernel {
   CodecId codec = CodecId::kBf16;
   uint32_t dim = 0;
   uint32_t block_rows = 16;
 };
 
-// Rows of a block where the largest request has `rows`: 32 where there is such a shape (shapes.h).
+// Rows of a block that there may be.
+inline constexpr uint32_t kBlockRows[] = {16, 32, 64, kPrefillRows};
+
+// Rows of a block where the largest request has `rows`: as many, where there is such a shape
+// (shapes.h).
 constexpr uint32_t block_rows_for(CodecId codec, uint32_t dim, uint32_t rows) {
+  if (dim == kMlaDim) {
+    return rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  }
   const uint32_t bits = codecs::codec_of(codec).bits();
   const uint32_t most_dim = bits == 4 ? 64 : bits == 8 ? 96 : 128;
   return rows <= 16 || dim > most_dim ? 16 : 32;
@@ -253,7 +283,7 @@ struct AppendToken {
 struct AppendParams {
   PagePool pool;
   const uint32_t* page_table = nullptr;
-  // Element (token, kv head, channel) as in AttendTensors.
+  // Element (token, kv head, channel) as in AttendTensors. Where V is in K there is no v.
   const void* k = nullptr;
   const void* v = nullptr;
   int64_t stride_token = 0;

@@ -359,7 +359,7 @@ PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageCl
                        std::span<const uint16_t> heads, const PlanOptions& options,
                        uint32_t n_first, std::span<Work> work, std::vector<Merge>* merges) {
   KVM_ASSERT(options.blocks >= 1 && options.blocks <= kMaxMergeSlots);
-  KVM_ASSERT(options.group >= 1 && options.group <= 16);
+  KVM_ASSERT(options.group >= 1 && options.group <= kMaxMlaGroup);
   KVM_ASSERT(options.least_tokens % kCutTokens == 0 && options.least_tokens > 0);
   PlanCounts counts;
   merges->clear();

@@ -61,9 +61,9 @@ struct PlanCounts {
 // keeps n_first places for them (0: as many as there are blocks); those of blocks without work stay
 // as they are. Where `work` is too short, n_work says how long it should be and pieces are missing.
 // REQUIRES: requests refer to `classes`, and classes to `heads`; 1 <= n_query, and n_query <=
-// n_tokens unless both n_query is 1 and n_tokens 0; 1 <= group <= 16; 1 <= blocks; n_first is 0 or
-// at least `blocks`; with sights, requests are of all tokens of a list from the first one on, and
-// have no tree.
+// n_tokens unless both n_query is 1 and n_tokens 0; 1 <= group <= kMaxMlaGroup; 1 <= blocks;
+// n_first is 0 or at least `blocks`; with sights, requests are of all tokens of a list from the
+// first one on, and have no tree.
 PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
                        std::span<const uint16_t> heads, const PlanOptions& options,
                        uint32_t n_first, std::span<Work> work, std::vector<Merge>* merges);

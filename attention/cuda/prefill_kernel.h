@@ -249,10 +249,8 @@ KVM_GPU void PrefillTask<Shape>::copy_slice(const DecodeParams& p, const PageCla
   copy_rows<Shape, Shape::kSlice>(of, page, place, to, first, n_tokens);
   const bool valid = lane_id() < n_tokens;
   if (work.request.log_weights >= 0 && lane_id() < Shape::kSlice) {
-    const int64_t at = work.request.log_weights +
-                       static_cast<int64_t>(work.kv_head) * work.request.log_weight_stride +
-                       list_token(work.request, token + lane_id());
-    copy_async_4(to + Shape::kWeightsAt + (first + lane_id()) * 4, p.log_weights + at, valid);
+    copy_async_4(to + Shape::kWeightsAt + (first + lane_id()) * 4,
+                 log_weight_at(p, work, token + lane_id()), valid);
   }
   if constexpr (Shape::kScaled) {
     const auto of_k = reinterpret_cast<uint64_t>(page + of.scales_offset_bytes +

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels that are compiled: one list for the library, the emulator's suite and the checks.
 //
-// Every shape takes at most 99 KiB of shared memory, so that two blocks fit into an SM of sm_90
-// (227 KiB) and one into that of sm_120 (99 KiB); 60 to 72 KiB of each are copies under way.
+// Every shape of the decode kernel takes at most 99 KiB of shared memory, so that two blocks fit
+// into an SM of sm_90 (227 KiB) and one into that of sm_120 (99 KiB); 60 to 72 KiB of each are
+// copies under way. So do those of MLA (mla_kernel.h) with 16 and 32 rows; with 64 rows a block has
+// an SM for itself.
 #ifndef KVM_ATTENTION_CUDA_SHAPES_H_
 #define KVM_ATTENTION_CUDA_SHAPES_H_
 
 #include "attention/cuda/append_kernel.h"
 #include "attention/cuda/decode_kernel.h"
 #include "attention/cuda/merge_kernel.h"
+#include "attention/cuda/mla_kernel.h"
 #include "attention/cuda/prefill_kernel.h"
 
 namespace kvm::attention::gpu {
@@ -151,7 +154,9 @@ KVM_GPU void attend_thread(const DecodeParams& p) {
     // instruction while they wait.
     let_next_kernel_begin();
   }
-  if constexpr (kIsPrefill<Shape>) {
+  if constexpr (Shape::kIsMla) {
+    mla_thread<Shape>(p);
+  } else if constexpr (kIsPrefill<Shape>) {
     prefill_thread<Shape>(p);
   } else {
     decode_thread<Shape>(p);
@@ -164,29 +169,69 @@ KVM_GPU void attend_thread(const DecodeParams& p) {
 // block, and need a quarter of the bytes under way. The prefill kernel's blocks of four warps are
 // as small; one of eight has two warps for each scheduler by itself.
 inline constexpr uint32_t kHalfOfSm80 = 81 << 10;
-template <class Shape, bool kPrefill = kIsPrefill<Shape>>
-struct Sm80 {
-  using Type = DecodeShape<Shape::kElement, Shape::kDim, Shape::kTile,
+
+// What one block may have of an SM of sm_90.
+inline constexpr uint32_t kAllOfSm90 = 227 << 10;
+
+// Shapes that a kernel has elsewhere than in code for sm_90a, where it has the one that it is known
+// by.
+template <class Shape>
+struct OtherShapes {
+  using Sm80 = DecodeShape<Shape::kElement, Shape::kDim, Shape::kTile,
                            (kHalfOfSm80 / Shape::kWarps - Shape::kSumBytes) / Shape::kStageBytes,
                            Shape::kWarps, Shape::kRowTiles>;
-  static_assert(Type::kSharedBytes <= kHalfOfSm80);
+  using Small = Shape;
 };
-template <class Shape>
-struct Sm80<Shape, true> {
-  using Type = Shape;
-  static_assert(Shape::kSharedBytes <= (Shape::kWarps >= 8 ? kMostSharedBytes : kHalfOfSm80));
+
+template <Element kElement, uint32_t kDim, uint32_t kTile, uint32_t kStages, uint32_t kWarps,
+          uint32_t kRowTiles, uint32_t kHeldSteps>
+struct OtherShapes<PrefillShape<kElement, kDim, kTile, kStages, kWarps, kRowTiles, kHeldSteps>> {
+  using Sm80 = PrefillShape<kElement, kDim, kTile, kStages, kWarps, kRowTiles, kHeldSteps>;
+  using Small = Sm80;
 };
+
+// MLA with 64 rows: tiles of 16 tokens, not of 32, which have as many barriers for half the tokens,
+// but of which three stages do not fit into 99 KiB.
+template <Element kElement, uint32_t kTile, uint32_t kStages, uint32_t kRowTiles>
+struct OtherShapes<MlaShape<kElement, kTile, kStages, kRowTiles>> {
+  using Sm80 = MlaShape<kElement, 16, kRowTiles == 2 ? 3 : 4, kRowTiles>;
+  using Small = MlaShape<kElement, 16, kRowTiles == 1 ? 5 : 4, kRowTiles>;
+};
+
+// Of code for sm_80.
 template <class Shape>
-using Sm80Shape = typename Sm80<Shape>::Type;
+using Sm80Shape = typename OtherShapes<Shape>::Sm80;
+// Of code for all others but sm_90a: of sm_120, and of what the driver makes of PTX for devices of
+// which only that much is known.
+template <class Shape>
+using SmallShape = typename OtherShapes<Shape>::Small;
+
+// Calls visit(Shape{}) with the shape for so many rows; false where there is none.
+template <Element kElement, class Visit>
+bool visit_mla(uint32_t block_rows, Visit visit) {
+  switch (block_rows) {
+    case 16:
+      visit(MlaShape<kElement, 16, 5, 1>{});
+      return true;
+    case 32:
+      visit(MlaShape<kElement, 16, 4, 2>{});
+      return true;
+    case 64:
+      visit(MlaShape<kElement, 32, 5, 4>{});
+      return true;
+    default:
+      return false;
+  }
+}
 
 template <uint32_t kDimValue>
 struct DimTag {
   static constexpr uint32_t kDim = kDimValue;
 };
 
-// Calls visit(DimTag{}) for heads of so many channels; false where no kernel reads them.
+// Calls visit(DimTag{}) for results of so many channels; false where no kernel makes them.
 template <class Visit>
-bool visit_head_dim(uint32_t dim, Visit visit) {
+bool visit_value_dim(uint32_t dim, Visit visit) {
   const auto visit_if = [&]<uint32_t kDim>(DimTag<kDim> tag) {
     if (dim == kDim) {
       visit(tag);
@@ -194,14 +239,16 @@ bool visit_head_dim(uint32_t dim, Visit visit) {
     return dim == kDim;
   };
   return visit_if(DimTag<64>{}) || visit_if(DimTag<80>{}) || visit_if(DimTag<96>{}) ||
-         visit_if(DimTag<128>{}) || visit_if(DimTag<192>{}) || visit_if(DimTag<256>{});
+         visit_if(DimTag<128>{}) || visit_if(DimTag<192>{}) || visit_if(DimTag<256>{}) ||
+         visit_if(DimTag<kMlaValueDim>{});
 }
 
 template <Element kElement, class Visit>
 bool visit_prefill_dim(uint32_t dim, Visit visit) {
   bool known = false;
-  visit_head_dim(dim, [&]<class Tag>(Tag) {
-    if constexpr (!kHasSteps<kElement> && !(kIsScaled<kElement> && Tag::kDim == 80)) {
+  visit_value_dim(dim, [&]<class Tag>(Tag) {
+    if constexpr (Tag::kDim <= 256 && !kHasSteps<kElement> &&
+                  !(kIsScaled<kElement> && Tag::kDim == 80)) {
       using Shape = typename PrefillShapeOf<kElement, Tag::kDim>::Type;
       static_assert(Shape::kRows == kPrefillRows);
       visit(Shape{});
@@ -217,6 +264,11 @@ bool visit_dim(uint32_t dim, uint32_t block_rows, Visit visit) {
     return visit_prefill_dim<kElement>(dim, visit);
   }
   const uint32_t shape = dim * 4 + block_rows / 16;
+  if constexpr (!kIsNarrow<kElement>) {
+    if (dim == kMlaDim) {
+      return visit_mla<kElement>(block_rows, visit);
+    }
+  }
   if constexpr (!kHasSteps<kElement>) {
     switch (shape) {
       case 80 * 4 + 1:

@@ -39,6 +39,7 @@ constexpr uint32_t power_in(uint32_t n, uint32_t most) {
 // multiple of 16, and of 32 where a row has an odd number of chunks.
 template <Element kElementType, uint32_t kDimValue, uint32_t kTileTokens>
 struct TileShape {
+  static constexpr bool kIsMla = false;
   static constexpr Element kElement = kElementType;
   static constexpr uint32_t kDim = kDimValue;
   static constexpr uint32_t kTile = kTileTokens;

@@ -17,6 +17,7 @@
 #ifndef KVM_ATTENTION_CUDA_WARP_ROWS_H_
 #define KVM_ATTENTION_CUDA_WARP_ROWS_H_
 
+#include "attention/cuda/logits.h"
 #include "attention/cuda/tiles.h"
 
 namespace kvm::attention::gpu {
@@ -279,13 +280,6 @@ KVM_GPU void WarpRows<Shape>::scale(const Columns& columns, float scale_log2, Sc
       }
     }
   }
-}
-
-// A logit in units of log 2, soft-capped. Its error is a few ulp of the cap.
-KVM_GPU float soft_cap(const DecodeParams& p, float score) {
-  const float decay = exp2_fast(-fabsf(score * p.softcap_rate));
-  const float size = p.softcap_log2 * (1.0f - decay) * reciprocal_fast(1.0f + decay);
-  return score < 0.0f ? -size : size;
 }
 
 template <class Shape>

@@ -34,6 +34,7 @@ SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 DECODE = re.compile(r"decode_kernel\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)E")
 PREFILL = re.compile(r"prefill_kernel\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj\d+ELj(\d+)ELj(\d+)ELj\d+E")
+MLA = re.compile(r"decode_kernel\S*MlaShape\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj(\d+)E")
 MERGE = re.compile(r"merge_kernelILj(\d+)E")
 APPEND = re.compile(r"append_kernelIL\S*ElementE(\d)E")
 ELEMENT = {"0": "bf16", "1": "fp16", "2": "int8", "3": "fp8", "4": "int4"}
@@ -47,6 +48,9 @@ def kernel_name(symbol):
         return f"decode_{ELEMENT[element]}_d{dim}_rows{16 * int(row_tiles)}"
     if match := PREFILL.search(symbol):
         return f"prefill_{ELEMENT[match.group(1)]}_d{match.group(2)}_rows128"
+    if match := MLA.search(symbol):
+        element, _, _, row_tiles = match.groups()
+        return f"decode_{ELEMENT[element]}_d{sass.MLA_DIM}_rows{16 * int(row_tiles)}"
     if match := MERGE.search(symbol):
         return f"merge_d{match.group(1)}"
     if "scatter_kernel" in symbol or "move_kernel" in symbol:
@@ -73,19 +77,21 @@ def parse_log(text):
 
 
 def parse_shapes(text):
-    """{kernel: dynamic shared bytes, and those on sm_80} as the program lists them."""
+    """{kernel: {architecture: dynamic shared bytes}} as the program lists them."""
     shapes = {}
     for line in text.splitlines():
         match = re.match(r"(decode|prefill) (\w+) (d\d+) (rows\d+) threads \d+ shared (\d+) on "
-                         r"sm_80 (\d+)$", line)
+                         r"sm_80 (\d+) on sm_120 (\d+)$", line)
         if match:
-            shapes["_".join(match.group(1, 2, 3, 4))] = (int(match.group(5)), int(match.group(6)))
+            shapes["_".join(match.group(1, 2, 3, 4))] = {
+                "sm_90a": int(match.group(5)), "sm_80": int(match.group(6)),
+                "sm_120": int(match.group(7))}
     return shapes
 
 
 def dynamic_shared(shapes, key):
     architecture, kernel = key
-    return shapes.get(kernel, (0, 0))[architecture == "sm_80"]
+    return shapes.get(kernel, {}).get(architecture, 0)
 
 
 def find_cuobjdump():
@@ -112,6 +118,11 @@ def loop_lengths(text):
             element, dim, tile, warps, row_tiles = map(int, match.groups())
             lengths[architecture, kernel_name(symbol)] = sass.per_product(
                 code, ELEMENT_BITS[ELEMENT[str(element)]], dim, tile, warps, row_tiles)
+        elif match := MLA.search(symbol):
+            _, _, _, row_tiles = map(int, match.groups())
+            # Code for other architectures has tiles of its own (shapes.h).
+            tile = 32 if row_tiles == 4 and architecture == "sm_90a" else 16
+            lengths[architecture, kernel_name(symbol)] = sass.mla_per_kib(code, tile, row_tiles)
     return lengths
 
 

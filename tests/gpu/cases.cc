@@ -682,6 +682,80 @@ std::vector<CaseSpec> all_cases() {
          .q_size = 4.0f});
   }
   add_prefills(add);
+  // Latent rows: every shape, lengths around the edges of tiles, pages and stages; blocks of rows
+  // that are full, and the last one that is not; groups of q heads that fill blocks and parts.
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
+    const auto add_mla = [&add, codec](CaseSpec spec) {
+      spec.codec = codec;
+      spec.dim = kMlaDim;
+      spec.name = "mla " + spec.name;
+      add(std::move(spec));
+    };
+    for (const uint32_t group : {8u, 32u, 64u}) {
+      add_mla({.group = group, .lengths = {1, 15, 16, 17, 31, 32, 33, 63, 64, 65}});
+      add_mla({.name = "split", .group = group, .lengths = {700}, .blocks = 3});
+    }
+    add_mla({.name = "stages", .dtype_o = Dtype::kBf16, .group = 16, .lengths = {400, 80}});
+    add_mla({.name = "stages", .group = 64, .lengths = {330}, .blocks = 1});
+    add_mla({.name = "two blocks of rows",
+             .dtype_o = Dtype::kF16,
+             .group = 128,
+             .lengths = {150, 33},
+             .blocks = 3});
+    add_mla({.name = "rows past a block", .group = 12, .n_query = 7, .lengths = {140, 7}});
+    add_mla({.name = "causal", .group = 8, .n_query = 2, .lengths = {97, 2}, .blocks = 2});
+    // The first token that not all rows see is the last one of a tile.
+    add_mla({.name = "causal", .group = 16, .n_query = 2, .lengths = {200, 64}, .blocks = 2});
+    add_mla({.name = "causal", .group = 16, .n_query = 4, .lengths = {200, 66}, .blocks = 3});
+    add_mla({.name = "tree",
+             .group = 16,
+             .n_query = 4,
+             .lengths = {200, 67, 4},
+             .blocks = 2,
+             .tree = true});
+    add_mla({.name = "tree of 16, sinks",
+             .group = 8,
+             .n_query = 16,
+             .lengths = {90},
+             .blocks = 2,
+             .tree = true,
+             .sinks = true});
+    add_mla({.name = "tree of 64", .group = 1, .n_query = 64, .lengths = {150}, .tree = true});
+    add_mla({.name = "tree over a window",
+             .group = 4,
+             .n_query = 4,
+             .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 3, .window = 70}},
+             .lengths = {210, 90},
+             .blocks = 3,
+             .tree = true});
+    add_mla({.name = "capped", .group = 16, .lengths = {130}, .softcap = 2.0f, .q_size = 4.0f});
+    add_mla({.name = "capped, weights, sinks",
+             .group = 40,
+             .lengths = {170, 20},
+             .blocks = 3,
+             .weights = Weights::kSome,
+             .softcap = 5.0f,
+             .sinks = true});
+    add_mla({.name = "weights",
+             .group = 16,
+             .page_tokens = 16,
+             .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 16, .window = 33}},
+             .lengths = {150, 33},
+             .blocks = 2,
+             .weights = Weights::kSome});
+    add_mla({.name = "hidden", .group = 64, .lengths = {100}, .weights = Weights::kHidden});
+    add_mla({.name = "sinks", .group = 64, .lengths = {0, 90, 1}, .blocks = 2, .sinks = true});
+    add_mla({.name = "empty", .group = 32, .lengths = {0, 5, 0}, .reads_lse = false});
+    add_mla({.name = "small", .group = 16, .lengths = {3, 9, 17, 40, 2}, .blocks = 2});
+    add_mla({.name = "peaked", .group = 64, .lengths = {300}, .blocks = 2, .q_size = 8.0f});
+    add_mla({.name = "fixed", .group = 64, .lengths = {400, 90}, .blocks = 3, .fixed_tokens = 128});
+    for (const uint32_t page : {1u, 24u, 1000u}) {
+      add_mla({.group = page == 1 ? 64u : 8u,
+               .page_tokens = page,
+               .classes = {{.n_heads = 2}},
+               .lengths = {page % 100 * 2, 107}});
+    }
+  }
   return cases;
 }
 
@@ -703,8 +777,9 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
   for (const ClassSpec& of : spec_.classes) {
     PageClass lies;
     lies.head_stride_bytes = static_cast<uint32_t>(spec_.page_tokens * plane_row);
-    lies.v_offset_bytes = uint64_t{of.n_heads} * lies.head_stride_bytes;
-    lies.page_bytes = 2 * lies.v_offset_bytes;
+    const uint64_t plane_bytes = uint64_t{of.n_heads} * lies.head_stride_bytes;
+    lies.v_offset_bytes = spec_.v_in_k() ? 0 : plane_bytes;
+    lies.page_bytes = plane_bytes + lies.v_offset_bytes;
     if (codecs::codec_of(spec_.codec).is_scaled()) {
       lies.scales_offset_bytes = static_cast<uint32_t>(lies.page_bytes);
       lies.v_scales_offset_bytes =
@@ -774,7 +849,8 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     sink_logits.push_back(head % 4 == 2 ? -std::numeric_limits<float>::infinity()
                                         : 3.0f * gaussian(bits) + (head % 4 == 1 ? 12.0f : 0.0f));
   }
-  o = Bytes(n_tokens_q_ * q_heads * stride * dtype_size_bytes(spec_.dtype_o));
+  o = Bytes(uint64_t{n_tokens_q_} * q_heads * (spec_.dim_v() + kGap) *
+            dtype_size_bytes(spec_.dtype_o));
   lse.resize(n_tokens_q_ * q_heads);
 }
 
@@ -800,10 +876,11 @@ bool Case::sees(const ClassSpec& of, uint32_t query_token, uint32_t length,
 
 uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                       bool is_v) const {
+  const bool of_v = is_v && !spec_.v_in_k();
   const uint64_t bits =
-      mix(seed_, is_v ? kValues : kKeys, sequence * 64 + kv_head, position, channel);
+      mix(seed_, of_v ? kValues : kKeys, sequence * 64 + kv_head, position, channel);
   // Values have a mean, so that results do not cancel to nothing over many tokens.
-  const float number = gaussian(bits) + (is_v ? 0.5f : 0.0f);
+  const float number = gaussian(bits) + (of_v || spec_.v_in_k() ? 0.5f : 0.0f);
   if (!codecs::codec_of(spec_.codec).is_scaled()) {
     return narrow(number, half_of(spec_.codec));
   }
@@ -978,6 +1055,9 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
         const uint32_t kv_head = heads[lies.heads_first + head];
         const uint64_t of_head = uint64_t{head} * page + row;
         for (const bool is_v : {false, true}) {
+          if (is_v && spec_.v_in_k()) {
+            continue;
+          }
           store_row(sequence, kv_head, position, is_v,
                     base + of_head * codecs::codec_of(spec_.codec).row_bytes(spec_.dim) +
                         (is_v ? lies.v_offset_bytes : 0),
@@ -1039,14 +1119,15 @@ PagePool Case::pool() {
 }
 
 AttendTensors Case::tensors() {
-  const int64_t q_heads = n_kv_heads_ * spec_.group, stride = spec_.dim + kGap;
+  const int64_t q_heads = n_kv_heads_ * spec_.group;
+  const int64_t stride = spec_.dim + kGap, o_stride = spec_.dim_v() + kGap;
   AttendTensors tensors;
   tensors.q = q.data();
   tensors.q_stride_token = q_heads * stride;
   tensors.q_stride_head = stride;
   tensors.o = o.data();
-  tensors.o_stride_token = q_heads * stride;
-  tensors.o_stride_head = stride;
+  tensors.o_stride_token = q_heads * o_stride;
+  tensors.o_stride_head = o_stride;
   tensors.lse = spec_.reads_lse ? lse.data() : nullptr;
   tensors.lse_stride_token = q_heads;
   tensors.lse_stride_head = 1;
@@ -1058,7 +1139,7 @@ AttendTensors Case::tensors() {
 }
 
 DecodeParams Case::decode_params(const DecodePlan& plan) {
-  partial_o.resize(size_t{plan.n_slots} * block_rows() * spec_.dim);
+  partial_o.resize(size_t{plan.n_slots} * block_rows() * spec_.dim_v());
   partial_lse.resize(size_t{plan.n_slots} * block_rows());
   DecodeParams params;
   params.pool = pool();
@@ -1117,7 +1198,8 @@ void Case::clear_results() {
 void Case::reference() {
   const uint32_t q_heads = n_kv_heads_ * spec_.group;
   const uint64_t stride = spec_.dim + kGap;
-  ref_o_.assign(size_t{n_tokens_q_} * q_heads * spec_.dim, 0.0);
+  const uint32_t dim_v = spec_.dim_v();
+  ref_o_.assign(size_t{n_tokens_q_} * q_heads * dim_v, 0.0);
   ref_lse_.assign(size_t{n_tokens_q_} * q_heads, -std::numeric_limits<double>::infinity());
   for (const Request& request : requests) {
     const ClassSpec& of = spec_.classes[request.page_class];
@@ -1126,11 +1208,13 @@ void Case::reference() {
     const PageClass& lies = classes[request.page_class];
     for (uint32_t head = 0; head < lies.n_heads; ++head) {
       const uint32_t kv_head = heads[lies.heads_first + head];
-      std::vector<double> k(size_t{length} * spec_.dim), v(k.size());
+      std::vector<double> k(size_t{length} * spec_.dim), v(size_t{length} * dim_v);
       for (uint32_t t = 0; t < length; ++t) {
         for (uint32_t i = 0; i < spec_.dim; ++i) {
           k[t * spec_.dim + i] = value(sequence, kv_head, t, i, false);
-          v[t * spec_.dim + i] = value(sequence, kv_head, t, i, true);
+        }
+        for (uint32_t i = 0; i < dim_v; ++i) {
+          v[t * dim_v + i] = value(sequence, kv_head, t, i, true);
         }
       }
       for (uint32_t row = 0; row < spec_.n_query * spec_.group; ++row) {
@@ -1161,18 +1245,18 @@ void Case::reference() {
           continue;  // sees nothing: o = 0, lse = -inf
         }
         double sum = std::exp(sink - top);
-        double* out = &ref_o_[(size_t{token} * q_heads + q_head) * spec_.dim];
+        double* out = &ref_o_[(size_t{token} * q_heads + q_head) * dim_v];
         for (uint32_t t = 0; t < length; ++t) {
           const double weight = std::exp(logit[t] - top);
           if (weight == 0) {
             continue;
           }
           sum += weight;
-          for (uint32_t i = 0; i < spec_.dim; ++i) {
-            out[i] += weight * v[t * spec_.dim + i];
+          for (uint32_t i = 0; i < dim_v; ++i) {
+            out[i] += weight * v[t * dim_v + i];
           }
         }
-        for (uint32_t i = 0; i < spec_.dim; ++i) {
+        for (uint32_t i = 0; i < dim_v; ++i) {
           out[i] /= sum;
         }
         ref_lse_[size_t{token} * q_heads + q_head] = top + std::log(sum);
@@ -1194,23 +1278,24 @@ Case::Errors Case::errors() {
   // Weights are rounded beside codes that count from the smallest element, not from 0.
   errors.bound_o = bf16 ? 5e-3 : spec_.codec == codecs::kI4 ? 2e-3 : 1e-3;
   errors.bound_lse = 1e-4;
-  const uint64_t stride = spec_.dim + kGap;
+  const uint32_t dim_v = spec_.dim_v();
+  const uint64_t stride = dim_v + kGap;
   const uint32_t size = dtype_size_bytes(spec_.dtype_o);
   for (size_t row = 0; row < ref_lse_.size(); ++row) {
     double wrong = 0, right = 0;
-    const bool broken = std::isnan(ref_o_[row * spec_.dim]);
+    const bool broken = std::isnan(ref_o_[row * dim_v]);
     for (uint32_t i = 0; i < stride; ++i) {
       const uint8_t* at = o.data() + (row * stride + i) * size;
       uint32_t bits = 0;
       std::memcpy(&bits, at, size);
-      if (i >= spec_.dim) {  // a gap
+      if (i >= dim_v) {  // a gap
         wrong = bits == (size == 2 ? kNan16 : UINT32_MAX) ? wrong : kWrong;
         continue;
       }
       const double value = spec_.dtype_o == Dtype::kF32
                                ? std::bit_cast<float>(bits)
                                : widen(static_cast<uint16_t>(bits), spec_.dtype_o);
-      const double expected = ref_o_[row * spec_.dim + i];
+      const double expected = ref_o_[row * dim_v + i];
       if (broken) {
         wrong = std::isnan(value) && bits != (size == 2 ? kNan16 : UINT32_MAX) ? wrong : kWrong;
         continue;
@@ -1328,6 +1413,8 @@ std::vector<AppendSpec> all_appends() {
   specs.push_back({Dtype::kF32, CodecId::kF16, 80, 3});
   specs.push_back({Dtype::kBf16, CodecId::kBf16, 96, 64});
   specs.push_back({Dtype::kF16, CodecId::kBf16, 192, 16});
+  specs.push_back({Dtype::kF32, CodecId::kBf16, kMlaDim, 64, true});
+  specs.push_back({Dtype::kF16, CodecId::kF16, kMlaDim, 3, true});
   for (const CodecId to : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     specs.push_back({Dtype::kF32, to, 128, 3});
     specs.push_back({Dtype::kBf16, to, 256, 64});
@@ -1351,8 +1438,9 @@ AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
     of.n_heads = c == 0 ? 2 : 1;
     of.heads_first = c == 0 ? 0 : 2;
     of.head_stride_bytes = spec_.page_tokens * row_bytes;
-    of.v_offset_bytes = uint64_t{of.n_heads} * of.head_stride_bytes;
-    of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
+    const uint64_t plane_bytes = uint64_t{of.n_heads} * of.head_stride_bytes;
+    of.v_offset_bytes = spec_.v_in_k ? 0 : plane_bytes;
+    of.scales_offset_bytes = static_cast<uint32_t>(2 * plane_bytes);
     of.v_scales_offset_bytes =
         of.n_heads * spec_.page_tokens * row_params_bytes(spec_.to, spec_.dim);
     of.page_bytes = pages.size() / kAppendPages;
@@ -1405,6 +1493,9 @@ void AppendCase::expect_token(const AppendToken& token) {
                         of.layer_offset_bytes;
   for (uint32_t n = 0; n < of.n_heads * 2; ++n) {
     const uint32_t head = n / 2, is_v = n % 2;
+    if (is_v != 0 && spec_.v_in_k) {
+      continue;
+    }
     const uint32_t kv_head = heads[of.heads_first + head];
     const StoredRow row = stored_row(rows_[is_v][token.source * kAppendHeads + kv_head], spec_.to);
     std::memcpy(
@@ -1420,7 +1511,7 @@ void AppendCase::expect_token(const AppendToken& token) {
 std::string AppendCase::name() const {
   return std::string("append ") + dtype_name(spec_.from) + " to " +
          codecs::codec_of(spec_.to).name + " d" + std::to_string(spec_.dim) + " page" +
-         std::to_string(spec_.page_tokens);
+         std::to_string(spec_.page_tokens) + (spec_.v_in_k ? " V in K" : "");
 }
 
 AppendParams AppendCase::params() const {
@@ -1432,7 +1523,7 @@ AppendParams AppendCase::params() const {
   params.page_table = page_table.data();
   params.n_tokens = &n_tokens;
   params.k = k.data();
-  params.v = v.data();
+  params.v = spec_.v_in_k ? nullptr : v.data();
   params.stride_token = kAppendHeads * spec_.dim;
   params.stride_head = spec_.dim;
   params.tokens = tokens.data();

@@ -35,7 +35,7 @@ struct CaseSpec {
   CodecId codec = CodecId::kBf16;  // of pages
   Dtype dtype_q = Dtype::kBf16;    // of queries where pages are of narrow rows; else theirs
   Dtype dtype_o = Dtype::kF32;
-  uint32_t dim = 128;
+  uint32_t dim = 128;  // of keys; with kMlaDim values are in them
   uint32_t group = 4;
   uint32_t n_query = 1;
   // By the prefill kernel: a class's window, and the layer's, move with each row; pages that no row
@@ -62,6 +62,8 @@ struct CaseSpec {
 
   // Of the shipped kernel for it.
   uint32_t block_rows() const;
+  bool v_in_k() const { return dim == kMlaDim; }
+  uint32_t dim_v() const { return value_dim(dim); }
   Dtype query_dtype() const {
     return codecs::codec_of(codec).is_scaled() ? dtype_q : half_of(codec);
   }
@@ -164,6 +166,7 @@ struct AppendSpec {
   CodecId to = CodecId::kBf16;
   uint32_t dim = 64;
   uint32_t page_tokens = 16;
+  bool v_in_k = false;  // there are no rows of V
 };
 
 std::vector<AppendSpec> all_appends();

@@ -96,7 +96,9 @@ class Twins {
     space.n_layers = geometry.n_layers;
     space.n_q_heads = geometry.n_q_heads;
     space.n_kv_heads = geometry.n_kv_heads;
+    space.flags = geometry.v_in_k ? uint32_t{KVM_SPACE_V_IN_K} : 0;
     space.head_dim_k = geometry.dim;
+    space.head_dim_v = geometry.dim_v();
     // Newest tokens of int4 are bf16 there. So its rows are those that a device reads, as they are.
     const uint32_t decoded = KVM_CODEC_F32;
     space.codec = geometry.codec == KVM_CODEC_I4 ? decoded : geometry.codec;
@@ -470,7 +472,7 @@ void Twins::step() {
     attend.o = out.o_tensor;
     attend.lse = out.lse_tensor;
     ASSERT_EQ(kvm_cuda_attend(batch, &attend, rig_.stream()), KVM_OK) << kvm_last_error();
-    const uint64_t o_row = rig_.geometry().n_q_heads * rig_.geometry().dim;
+    const uint64_t o_row = rig_.geometry().n_q_heads * rig_.geometry().dim_v();
     for (size_t i = 0; i < items.size(); ++i) {
       if (whose[i] != nullptr) {
         Expected expected{out.o + items[i].query_row * o_row,
@@ -514,7 +516,8 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
     return;
   }
   const uint64_t row = uint64_t{geometry.n_q_heads} * geometry.dim;
-  expected->host_o.resize(n_query * row);
+  const uint64_t o_row = uint64_t{geometry.n_q_heads} * geometry.dim_v();
+  expected->host_o.resize(n_query * o_row);
   expected->host_lse.resize(n_query * geometry.n_q_heads);
   kvm_item item{};
   item.seq = pair->host;
@@ -534,10 +537,12 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
     params.n_tree_words = n_query;
   }
   params.k = kvm_host_tensor(k.data(), k.size() * 4, KVM_DTYPE_F32);
-  params.v = kvm_host_tensor(v.data(), v.size() * 4, KVM_DTYPE_F32);
+  if (!geometry.v_in_k) {
+    params.v = kvm_host_tensor(v.data(), v.size() * 4, KVM_DTYPE_F32);
+  }
   params.q =
       kvm_host_tensor(q.data() + of.query_row * row, n_query * row * 2, geometry.query_dtype());
-  params.o = kvm_host_tensor(expected->host_o.data(), n_query * row * 4, KVM_DTYPE_F32);
+  params.o = kvm_host_tensor(expected->host_o.data(), n_query * o_row * 4, KVM_DTYPE_F32);
   params.lse =
       kvm_host_tensor(expected->host_lse.data(), expected->host_lse.size() * 4, KVM_DTYPE_F32);
   const kvm_status status = n_query == 0    ? kvm_append(queue_, &params)
@@ -548,7 +553,7 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
 
 void Twins::settle() {
   rig_.driver().settle();
-  const uint32_t dim = rig_.geometry().dim;
+  const uint32_t dim = rig_.geometry().dim_v();
   for (const Expected& row : pending_) {
     for (size_t h = 0; h < row.host_lse.size(); ++h) {
       double wrong = 0, norm = 0;
@@ -578,6 +583,10 @@ TEST(DeviceModelTest, RandomOperationsGiveWhatTheEngineForCpusGives) {
     constexpr uint32_t kDims[] = {80, 64, 96, 192};
     if (world.geometry.codec != KVM_CODEC_I4) {
       world.geometry.dim = kDims[seed / 2 % 4];
+      if (seed % 5 == 3) {
+        world.geometry.dim = 576;
+        world.geometry.v_in_k = true;
+      }
       world.pool_bytes = world.pool_bytes * world.geometry.dim / 64;
     }
     Twins twins(seed, world);

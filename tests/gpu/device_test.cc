@@ -213,6 +213,7 @@ TEST_P(DeviceShapes, PrefillsAndDecodes) {
   Geometry geometry;
   geometry.codec = shape.codec;
   geometry.dim = shape.dim;
+  geometry.v_in_k = shape.dim == 576;
   geometry.n_q_heads = shape.n_q_heads;
   geometry.n_kv_heads = shape.n_kv_heads;
   Rig rig({}, geometry);
@@ -235,26 +236,31 @@ TEST_P(DeviceShapes, PrefillsAndDecodes) {
   EXPECT_EQ(info.n_pages, 3u);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
-                         ::testing::Values(Shape{"bf16_d64", KVM_CODEC_BF16, 64, 4, 2, 2},
-                                           Shape{"fp16_d128_group8", KVM_CODEC_F16, 128, 8, 1, 4},
-                                           Shape{"bf16_d80_group5", KVM_CODEC_BF16, 80, 10, 2, 4},
-                                           Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 1},
-                                           Shape{"bf16_d96_group8", KVM_CODEC_BF16, 96, 8, 1, 4},
-                                           Shape{"fp16_d96", KVM_CODEC_F16, 96, 3, 3, 2},
-                                           Shape{"bf16_d192_group8", KVM_CODEC_BF16, 192, 8, 1, 4},
-                                           Shape{"fp16_d192", KVM_CODEC_F16, 192, 6, 2, 1},
-                                           Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
-                                           Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
-                                           Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
-                                           Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1},
-                                           Shape{"int8_d80_group5", KVM_CODEC_I8, 80, 10, 2, 4},
-                                           Shape{"fp8_d96_group8", KVM_CODEC_F8E4M3, 96, 8, 1, 4},
-                                           Shape{"int8_d192", KVM_CODEC_I8, 192, 6, 2, 1},
-                                           Shape{"int4_d64", KVM_CODEC_I4, 64, 4, 2, 8},
-                                           Shape{"int4_d128_group8", KVM_CODEC_I4, 128, 8, 1, 4},
-                                           Shape{"int4_d256", KVM_CODEC_I4, 256, 2, 2, 1}),
-                         [](const auto& param) { return param.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    All, DeviceShapes,
+    ::testing::Values(Shape{"bf16_d64", KVM_CODEC_BF16, 64, 4, 2, 2},
+                      Shape{"fp16_d128_group8", KVM_CODEC_F16, 128, 8, 1, 4},
+                      Shape{"bf16_d80_group5", KVM_CODEC_BF16, 80, 10, 2, 4},
+                      Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 1},
+                      Shape{"bf16_d96_group8", KVM_CODEC_BF16, 96, 8, 1, 4},
+                      Shape{"fp16_d96", KVM_CODEC_F16, 96, 3, 3, 2},
+                      Shape{"bf16_d192_group8", KVM_CODEC_BF16, 192, 8, 1, 4},
+                      Shape{"fp16_d192", KVM_CODEC_F16, 192, 6, 2, 1},
+                      Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
+                      Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
+                      Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
+                      Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1},
+                      Shape{"int8_d80_group5", KVM_CODEC_I8, 80, 10, 2, 4},
+                      Shape{"fp8_d96_group8", KVM_CODEC_F8E4M3, 96, 8, 1, 4},
+                      Shape{"int8_d192", KVM_CODEC_I8, 192, 6, 2, 1},
+                      Shape{"int4_d64", KVM_CODEC_I4, 64, 4, 2, 8},
+                      Shape{"int4_d128_group8", KVM_CODEC_I4, 128, 8, 1, 4},
+                      Shape{"int4_d256", KVM_CODEC_I4, 256, 2, 2, 1},
+                      Shape{"bf16_mla_group16", KVM_CODEC_BF16, 576, 16, 1, 1},
+                      Shape{"fp16_mla_group32", KVM_CODEC_F16, 576, 32, 1, 1},
+                      Shape{"bf16_mla_group128", KVM_CODEC_BF16, 576, 128, 1, 1},
+                      Shape{"fp16_mla_two_heads", KVM_CODEC_F16, 576, 32, 2, 4}),
+    [](const auto& param) { return param.param.name; });
 
 // Chunks of prompts behind each other and behind decode steps, in a batch of the prefill kernel.
 class DevicePrefills : public ::testing::TestWithParam<Shape> {};
@@ -283,6 +289,8 @@ INSTANTIATE_TEST_SUITE_P(All, DevicePrefills,
                                            Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 200},
                                            Shape{"bf16_d192_group3", KVM_CODEC_BF16, 192, 3, 1, 67},
                                            Shape{"int8_d64_group16", KVM_CODEC_I8, 64, 16, 1, 256},
+                                           Shape{"fp8_d96", KVM_CODEC_F8E4M3, 96, 2, 1, 100},
+                                           Shape{"int8_d192_group2", KVM_CODEC_I8, 192, 2, 1, 100},
                                            Shape{"fp8_d256", KVM_CODEC_F8E4M3, 256, 2, 1, 65536}),
                          [](const auto& param) { return param.param.name; });
 
@@ -1016,6 +1024,101 @@ TEST(DeviceTest, PagesAreWhatFlashInferReads) {
   }
 }
 
+// [n_pages, 64, 576] and nothing else: values are the first channels.
+TEST(DeviceTest, LatentPagesAreWhatMlaKernelsRead) {
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, latent_geometry(16));
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 300, 1));
+  Seq a = make(&rig, 1);
+  Step step(&rig, batch, {{&a, 130, 1}}, 1);
+  step.run();
+  rig.driver().settle();
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    const kvm_cuda_pages pages = pages_of(batch, layer, 0);
+    EXPECT_EQ(pages.v, pages.k);
+    EXPECT_EQ(pages.head_dim, 576u);
+    EXPECT_EQ(pages.head_dim_v, 512u);
+    EXPECT_EQ(pages.token_stride, 576u * 2);
+    EXPECT_EQ(pages.page_stride, 2u * 64 * 576 * 2);  // of both layers
+    uint64_t n_tokens = 0;
+    const std::vector<int32_t> indices = indices_of(batch, layer, 0, 0, &n_tokens);
+    ASSERT_EQ(n_tokens, 130u);
+    for (uint32_t token = 0; token < n_tokens; ++token) {
+      const auto* const row = reinterpret_cast<const uint16_t*>(static_cast<uintptr_t>(
+          pages.k + static_cast<uint64_t>(indices[token / 64]) * pages.page_stride +
+          token % 64 * pages.token_stride));
+      for (uint32_t i = 0; i < 576; ++i) {
+        ASSERT_EQ(row[i], f32_to_bf16(stored_number(1, layer, 0, token, i, false)));
+      }
+    }
+  }
+  step.check("attended");
+}
+
+TEST(DeviceTest, LatentRowsAreAppendedWithoutValues) {
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, latent_geometry(64));
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 4, 1));
+  Seq a = make(&rig, 1);
+  Step step(&rig, batch, {{&a, 4, 1}}, 1);
+  ASSERT_EQ(step.update(), KVM_OK) << kvm_last_error();
+  const kvm_tensor k = rig.keys({{1, 0}, {1, 1}, {1, 2}, {1, 3}}, 0, false);
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &k, rig.stream()), KVM_ERR_INVALID);
+  EXPECT_NE(std::string(kvm_last_error()).find("KVM_SPACE_V_IN_K"), std::string::npos);
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, nullptr, rig.stream()), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(step.launch(), KVM_OK) << kvm_last_error();
+  rig.driver().settle();
+  step.check("attended");
+
+  Rig plain(options, {});
+  kvm_cuda_batch* const other = plain.batch(plain.batch_params(1, 1, 1));
+  Seq b = make(&plain, 1);
+  Step one(&plain, other, {{&b, 1, 1}}, 1);
+  ASSERT_EQ(one.update(), KVM_OK) << kvm_last_error();
+  const kvm_tensor row = plain.keys({{1, 0}}, 0, false);
+  EXPECT_EQ(kvm_cuda_append(other, 0, &row, nullptr, plain.stream()), KVM_ERR_INVALID);
+  plain.driver().settle();
+}
+
+// Drafts of trees, forks, policies, reproducible cuts: what latent rows share with others.
+TEST(DeviceTest, LatentRowsTakeDraftsForksAndWindows) {
+  for (const bool emulate : {false, true}) {
+    FakeOptions options;
+    options.emulate = emulate;
+    Geometry geometry = latent_geometry(16);
+    geometry.n_layers = 3;
+    geometry.softcap = 20;
+    kvm_policy_params window{};
+    window.layer_begin = 1;
+    window.n_layers = 1;
+    window.retention = KVM_RETAIN_SINKS_RECENT;
+    window.n_sinks = 4;
+    window.n_recent = 70;
+    geometry.policies = {window};
+    Rig rig(options, geometry);
+    kvm_cuda_batch_params params = rig.batch_params(2, 200, 6);
+    params.flags = emulate ? uint32_t{KVM_CUDA_REPRODUCIBLE} : 0;
+    kvm_cuda_batch* const batch = rig.batch(params);
+    Seq a = make(&rig, 1);
+    std::vector<Step> steps;
+    steps.push_back({&rig, batch, {{&a, 150, 1}}, 1});
+    steps[0].run();
+    Seq b = fork_of(&rig, a, 140, 2);
+    steps.push_back({&rig, batch, {{&a, 5, 5, random_tree(5, 3)}, {&b, 2, 2}}, 2});
+    steps[1].run();
+    rig.driver().settle();
+    steps[0].check("prompt");
+    steps[1].check("draft");
+    truncate(&rig, &a, 152);
+    Step last(&rig, batch, {{&a, 1, 1}, {&b, 6, 6, random_tree(6, 4)}}, 3);
+    last.run();
+    rig.driver().settle();
+    last.check("next");
+  }
+}
+
 // An engine that writes and reads rows by itself: with scales, and of classes of heads of which one
 // drops pages.
 TEST(DeviceTest, PagesMayBeWrittenByTheEngine) {
@@ -1444,6 +1547,19 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
               std::string::npos);
   }
   EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
+  // Values in keys: of other dims, in rows of bytes, of more q heads than there may be.
+  const auto latent = [](auto* s, uint32_t n_q_heads) {
+    s->flags = KVM_SPACE_V_IN_K;
+    s->head_dim_k = 576;
+    s->head_dim_v = 512;
+    s->n_q_heads = n_q_heads;
+    s->n_kv_heads = 1;
+  };
+  EXPECT_EQ(refused([&](auto* s) { latent(s, 128); }), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(refused([&](auto* s) { latent(s, 16), s->head_dim_v = 576; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([&](auto* s) { latent(s, 16), s->codec = KVM_CODEC_I8; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->flags = KVM_SPACE_V_IN_K; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->n_q_heads = 32, s->n_kv_heads = 1; }), KVM_ERR_UNSUPPORTED);
   kvm_index_params index{};
   index.kind = KVM_INDEX_SKETCH;
   EXPECT_EQ(refused([&](auto* s) { s->indexes = &index, s->n_indexes = 1; }), KVM_ERR_UNSUPPORTED);

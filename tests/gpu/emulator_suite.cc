@@ -123,7 +123,8 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
     launch(
         "merge", blocks, kMergeThreads, kMergeSharedBytes, memory,
         [&] {
-          visit_head_dim(spec.dim, [&merge]<class Tag>(Tag) { merge_thread<Tag::kDim>(merge); });
+          visit_value_dim(spec.dim_v(),
+                          [&merge]<class Tag>(Tag) { merge_thread<Tag::kDim>(merge); });
         },
         true);
   }
@@ -191,7 +192,7 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty, bool sinks) 
   // Fewer blocks than rows.
   launch(
       "merge", kRows / 2 + 1, kMergeThreads, kMergeSharedBytes, memory,
-      [&] { visit_head_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); }); },
+      [&] { visit_value_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); }); },
       true);
   bool right = true;
   for (uint32_t row = 0; row < kRows; ++row) {
@@ -302,7 +303,7 @@ int run(bool quiet, bool first, uint64_t seed) {
   suite.decode_with<DecodeShape<Element::kBf16, 128, 16, 4, 8, 1>>(other, "4 stages, 8 warps");
   // What sm_80 has instead of the shipped shapes.
   for (const codecs::Codec& codec : codecs::kCodecs) {
-    for (const uint32_t dim : kHeadDims) {
+    for (const uint32_t dim : kKeyDims) {
       for (const uint32_t n_query : {1u, 7u}) {
         CaseSpec spec{
             .codec = codec.id, .dim = dim, .n_query = n_query, .lengths = {500, 33}, .blocks = 3};
@@ -313,8 +314,18 @@ int run(bool quiet, bool first, uint64_t seed) {
         });
       }
     }
+    for (const uint32_t group : {16u, 32u, 128u}) {
+      CaseSpec spec{
+          .codec = codec.id, .dim = kMlaDim, .group = group, .lengths = {300, 33}, .blocks = 3};
+      spec.name = std::string(codec.name) + " mla g" + std::to_string(group);
+      visit_shape(codec.id, spec.dim, spec.block_rows(), [&]<class Shape>(Shape) {
+        suite.decode_with<Sm80Shape<Shape>>(spec, " of sm_80");
+        suite.decode_with<SmallShape<Shape>>(spec, " of sm_120");
+      });
+    }
   }
-  for (const uint32_t dim : kHeadDims) {
+  for (const uint32_t key_dim : kKeyDims) {
+    const uint32_t dim = value_dim(key_dim);
     suite.merge(dim, 2, 0);
     suite.merge(dim, 37, 5);
     suite.merge(dim, kMaxMergeSlots, 100);

@@ -676,7 +676,7 @@ Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
     run_kernel(
         "merge", n_merges * params.rows, kMergeThreads, kMergeSharedBytes,
         [&params, dim] {
-          visit_head_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
+          visit_value_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
         },
         true);
   });
@@ -723,7 +723,8 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
                               uint32_t n_blocks) {
   const uint32_t row_bytes =
       static_cast<uint32_t>(codecs::codec_of(kernel.codec).row_bytes(kernel.dim));
-  std::vector<double> weights, o(kernel.dim);
+  const uint32_t dim_v = value_dim(kernel.dim);
+  std::vector<double> weights, o(dim_v);
   for (uint32_t block = 0; block < n_blocks; ++block) {
     uint32_t piece = block;
     do {
@@ -784,7 +785,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           const double factor = top == -INFINITY ? 0 : std::exp(top - new_top);
           const double weight = new_top == -INFINITY ? 0 : std::exp(logit - new_top);
           sum = sum * factor + weight;
-          for (uint32_t i = 0; i < kernel.dim; ++i) {
+          for (uint32_t i = 0; i < dim_v; ++i) {
             o[i] = o[i] * factor + weight * stored_value(k + of.v_offset_bytes, i, kernel.codec,
                                                          k_params + of.v_scales_offset_bytes);
           }
@@ -802,7 +803,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
         } else {
           const uint64_t slot_row =
               static_cast<uint64_t>(work.slot) * kernel.block_rows + (r - work.row_first);
-          std::copy(o.begin(), o.end(), p.partial_o + slot_row * kernel.dim);
+          std::copy(o.begin(), o.end(), p.partial_o + slot_row * dim_v);
           p.partial_lse[slot_row] = static_cast<float>(lse);
         }
       }

@@ -154,8 +154,8 @@ TEST(Plan, RandomBatches) {
     Batch batch = uniform_batch(lengths, 1 + below(8));
     PlanOptions options;
     options.blocks = 1 + below(300);
-    options.group = 1 + below(16);
-    options.block_rows = below(2) == 0 ? 16 : 32;
+    options.group = 1 + below(below(4) == 0 ? kMaxMlaGroup : kMaxGpuGroup);
+    options.block_rows = kBlockRows[below(3)];
     options.fixed_tokens = below(3) == 0 ? 512 : 0;
     for (Request& request : batch.requests) {
       request.n_query = 1 + below(8);

@@ -5,8 +5,9 @@ of a kernel's basic blocks is searched from a block with matrix instructions bac
 way of fewest instructions that issues as many 16-byte asynchronous copies as a tile has; it must
 then also have a tile's matrix instructions, or the loop has not been found. So a tile is counted
 that lies in one page, has no soft cap, weights or masks, and moves no maximum: all others take
-branches. Every instruction counts as one, also those whose predicate is false. Python standard
-library only.
+branches. The warps of an MLA kernel share a tile (attention/cuda/mla_kernel.h): counted is what
+all of them issue, as warps that own no rows where there are such. Every instruction counts as one,
+also those whose predicate is false. Python standard library only.
 """
 
 import heapq
@@ -19,6 +20,7 @@ PARTS = re.compile(r"(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 ADDRESS = re.compile(r"0x([0-9a-f]+)")
 BARRIER = re.compile(r"B\d+")
 LANES = 32
+MLA_DIM, MLA_VALUE_DIM = 576, 512
 
 
 def parse(text):
@@ -131,3 +133,15 @@ def per_kib(code, element_bits, dim, tile, row_tiles):
         n_copies += 2 * tile // LANES if dim == 256 else 0
     way = round_of_loop(code, n_copies, n_products)
     return round(len(way) / (tile_bytes / 1024), 1) if way else None
+
+
+def mla_per_kib(code, tile, row_tiles):
+    """The same of an MLA kernel, for each KiB of rows, of which there are no others."""
+    warps = 8 if row_tiles == 4 else 4
+    tile_bytes = tile * MLA_DIM * 2
+    copying = min(warps, tile // 4)
+    # Of a warp: a quarter of the channels for two tiles of rows at most; all rows for its values.
+    n_products = (MLA_DIM // 64 * (tile // 8) * min(row_tiles, 2) +
+                  MLA_VALUE_DIM // warps // 8 * (tile // 16) * row_tiles)
+    way = round_of_loop(code, tile_bytes // (16 * LANES * copying), n_products)
+    return round(len(way) * warps / (tile_bytes / 1024), 1) if way else None

@@ -41,8 +41,9 @@ class Budget(unittest.TestCase):
     def setUp(self):
         self.found = bundle_test.parse_log(LOG)
         self.shapes = bundle_test.parse_shapes(
-            "decode fp16 d128 rows32 threads 128 shared 98304 on sm_80 65536\nother\n"
-            "prefill fp8 d256 rows128 threads 256 shared 90000 on sm_80 90000\n")
+            "decode fp16 d128 rows32 threads 128 shared 98304 on sm_80 65536 on sm_120 98000\n"
+            "other\n"
+            "prefill fp8 d256 rows128 threads 256 shared 90000 on sm_80 90000 on sm_120 90000\n")
         self.budget = {FP16: (255, 98304, 50.0), MERGE: (40, 128, None),
                        PREFILL: (251, 90000, 6.5)}
         self.loops = {FP16: 50.0, PREFILL: 6.5}
@@ -53,8 +54,9 @@ class Budget(unittest.TestCase):
     def test_reads_logs(self):
         self.assertEqual(self.found, {FP16: (255, 0, 16), MERGE: (40, 128, 0),
                                       PREFILL: (251, 0, 0)})
-        self.assertEqual(self.shapes, {"decode_fp16_d128_rows32": (98304, 65536),
-                                       PREFILL[1]: (90000, 90000)})
+        self.assertEqual(self.shapes, {
+            "decode_fp16_d128_rows32": {"sm_90a": 98304, "sm_80": 65536, "sm_120": 98000},
+            PREFILL[1]: {"sm_90a": 90000, "sm_80": 90000, "sm_120": 90000}})
         on_sm_80 = ("sm_80", FP16[1])
         self.assertEqual(bundle_test.dynamic_shared(self.shapes, FP16), 98304)
         self.assertEqual(bundle_test.dynamic_shared(self.shapes, on_sm_80), 65536)
