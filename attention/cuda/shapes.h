@@ -2,7 +2,7 @@
 // The kernels that are compiled: one list for the library, the emulator's suite and the checks.
 //
 // Every shape of the decode kernel takes at most 99 KiB of shared memory, so that two blocks fit
-// into an SM of sm_90 (227 KiB) and one into that of sm_120 (99 KiB); 60 to 72 KiB of each are
+// into an SM of sm_90 (227 KiB) and one into that of sm_120 (99 KiB); 50 to 72 KiB of each are
 // copies under way. So do those of MLA (mla_kernel.h) with 16 and 32 rows; with 64 rows a block has
 // an SM for itself.
 #ifndef KVM_ATTENTION_CUDA_SHAPES_H_

@@ -12,9 +12,11 @@
 
 #include "base/codec_id.h"
 #include "base/dtype.h"
+#include "base/limits.h"
 #include "base/splitmix.h"
 #include "codecs/codec.h"
 #include "codecs/convert.h"
+#include "codecs/low_bits.h"
 #include "tests/gpu/device_rig.h"
 
 namespace kvm::device::testing {
@@ -1119,10 +1121,23 @@ TEST(DeviceTest, LatentRowsTakeDraftsForksAndWindows) {
   }
 }
 
+// Encodes a row of int4: the first one of a page, for pages are what there is an encoder of.
+void write_int4_row(const std::vector<float>& x, uint8_t* row, void* params) {
+  const codecs::Codec& codec = codecs::codec_of(codecs::kI4);
+  const auto dim = static_cast<uint32_t>(x.size());
+  std::vector<float> page(kPageTokens * x.size());
+  std::copy(x.begin(), x.end(), page.begin());
+  std::vector<uint8_t> codes(codec.head_rows_bytes(dim));
+  std::vector<uint16_t> all(codec.n_scales(dim));
+  ASSERT_TRUE(codecs::encode_low_bits(codec, page.data(), dim, nullptr, codes.data(), all.data()));
+  std::memcpy(row, codes.data(), codec.row_bytes(dim));
+  std::memcpy(params, all.data(), dim / 16);
+}
+
 // An engine that writes and reads rows by itself: with scales, and of classes of heads of which one
 // drops pages.
 TEST(DeviceTest, PagesMayBeWrittenByTheEngine) {
-  for (const uint32_t codec : {KVM_CODEC_BF16, KVM_CODEC_I8}) {
+  for (const uint32_t codec : {KVM_CODEC_BF16, KVM_CODEC_I8, KVM_CODEC_I4}) {
     FakeOptions options;
     options.emulate = false;
     Geometry geometry = mixed_geometry();
@@ -1160,13 +1175,18 @@ TEST(DeviceTest, PagesMayBeWrittenByTheEngine) {
               for (uint32_t i = 0; i < geometry.dim; ++i) {
                 x[i] = stored_number(1, layer, heads[h], token, i, is_v);
               }
+              const uint64_t params_at =
+                  (is_v ? pages.v_scales : pages.k_scales) + in_page + h * pages.scale_head_stride;
               if (codec == KVM_CODEC_I8) {
                 const uint16_t scale =
                     codecs::encode_row(x.data(), geometry.dim, CodecId::kI8, row);
-                std::memcpy(reinterpret_cast<void*>(static_cast<uintptr_t>(
-                                (is_v ? pages.v_scales : pages.k_scales) + in_page +
-                                h * pages.scale_head_stride + token % 64 * 2)),
-                            &scale, 2);
+                std::memcpy(
+                    reinterpret_cast<void*>(static_cast<uintptr_t>(params_at + token % 64 * 2)),
+                    &scale, 2);
+              } else if (codec == KVM_CODEC_I4) {
+                write_int4_row(x, row,
+                               reinterpret_cast<void*>(static_cast<uintptr_t>(
+                                   params_at + token % 64 * geometry.dim / 16)));
               } else {
                 for (uint32_t i = 0; i < geometry.dim; ++i) {
                   reinterpret_cast<uint16_t*>(row)[i] = f32_to_bf16(x[i]);
