@@ -34,6 +34,9 @@ KVM_GPU void part_codes(uint32_t codes, uint32_t (&to)[4]) {
 }
 inline constexpr float kCodeUnit = 0x1p-24f, kUpperCodeUnit = 0x1p-20f;
 
+// Bytes of shared memory that hold what a warp keeps of the sums of its queries.
+constexpr uint32_t bytes_of_sums(uint32_t row_tiles) { return row_tiles * 32 * 16; }
+
 // The state of the rows that one warp has, where keys and values are of 4 bits.
 template <class Shape>
 struct CodeRows : WarpRows<Shape> {
@@ -42,19 +45,16 @@ struct CodeRows : WarpRows<Shape> {
   using Base::o, Base::z;
   using typename Base::Scores;
 
-  // What is kept of the sums of queries, of all rows: sums_at(sums, row_tile) is this lane's part.
-  // Each is read by the lane that wrote it.
-  static constexpr uint32_t kSumBytes = Shape::kRowTiles * 32 * 16;
-  // Where this lane's part is of the A fragment that makes q * zero from zeros. Of the rows
-  // lane / 4 and lane / 4 + 8, words 0 and 1 have the first and second part, words 2 and 3 the
-  // third one, of the sum of the queries of group lane % 4: as bf16, together they have the bits
-  // of a float. The upper half of the latter two meets nothing; it has the power of two that makes
-  // up for divisions.
+  // Where this lane's part of the sums that begin at `sums` is: of the A fragment that makes
+  // q * zero from zeros. No other lane reads it. Of the rows lane / 4 and lane / 4 + 8, words 0 and
+  // 1 have the first and second part, words 2 and 3 the third one, of the sum of the queries of
+  // group lane % 4: as bf16, together they have the bits of a float. The upper half of the latter
+  // two meets nothing; it has the power of two that makes up for divisions.
   KVM_GPU static SharedAddress sums_at(SharedAddress sums, uint32_t row_tile) {
     return sums + (row_tile * 32 + lane_id()) * 16;
   }
 
-  // As of WarpRows.
+  // As of WarpRows; writes this lane's part of the sums too.
   KVM_GPU void load_queries(const uint16_t* from, bool valid, uint32_t row_tile, uint32_t half,
                             Dtype dtype, SharedAddress sums, Fragment (&q)[kQuerySteps]);
   // Scores in units of log 2. steps: of keys; of values, below.

@@ -5,8 +5,8 @@
 // A block takes its pieces of work one after the other. Its warps share the tiles of kTile tokens
 // of a piece, tile t going to warp t % kWarps, and each streams its own through kStages stages of
 // shared memory that no other warp touches: until the end of a piece there is no block barrier.
-// What a warp makes of a tile is in warp_rows.h and code_rows.h. At the end the warps' states merge in a fixed
-// order.
+// What a warp makes of a tile is in warp_rows.h and code_rows.h. At the end the warps' states merge
+// in a fixed order.
 //
 // Shared memory, per warp: kStages stages of [K tile][V tile] (tiles.h). Where rows are bytes,
 // words [token] for K, then for V, follow: the one of the page that has the token's scale in one of
@@ -36,7 +36,7 @@ struct DecodeShape : TileShape<kElementType, kDimValue, kTileTokens> {
   static constexpr uint32_t kStageBytes = 2 * (Tiles::kPlaneBytes + kScaleBytes);
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   static constexpr uint32_t kStateBytes = kRows * (Tiles::kStateStride + 2) * 4;
-  static constexpr uint32_t kSumBytes = Tiles::kStepped ? kRowTiles * 32 * 16 : 0;
+  static constexpr uint32_t kSumBytes = Tiles::kStepped ? bytes_of_sums(kRowTiles) : 0;
   static constexpr uint32_t kWarpBytes = kRingBytes + kSumBytes > kStateBytes
                                              ? kRingBytes + kSumBytes
                                              : (kStateBytes + 127) / 128 * 128;

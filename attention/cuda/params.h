@@ -240,10 +240,10 @@ constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
 // Rows of a block of the prefill kernel, whatever the codec and the dim.
 inline constexpr uint32_t kPrefillRows = 128;
 
-// Says whether the prefill kernel has them. It has no rows of 4 bits: a step that is not a number is
-// taken out of a tile by the warp that reads it, and here all warps do. Nor bytes of 80 channels: a
-// warp copies 32 rows of them at least, which makes tiles of 128 tokens, whose scores registers do
-// not hold. Nor latent rows.
+// Says whether the prefill kernel has them. It has no rows of 4 bits: of a tile with a step that is
+// not a number, the warp that reads the tile takes it out, and here all warps read it. Nor bytes of
+// 80 channels: a warp copies 32 rows of them at least, which makes tiles of 128 tokens, whose
+// scores registers do not hold. Nor latent rows.
 constexpr bool is_prefill_on_devices(CodecId codec, uint32_t dim) {
   return codec != codecs::kI4 && is_head_dim_on_devices(codec, dim) &&
          (dim != 80 || codecs::codec_of(codec).bits() == 16);

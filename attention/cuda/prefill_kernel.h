@@ -24,8 +24,8 @@
 
 namespace kvm::attention::gpu {
 
-// REQUIRES: as TileShape; rows are not of 4 bits; kStages >= 2; kTile / kWarps is a multiple of kStepRows, and a power of 2
-// not above 32.
+// REQUIRES: as TileShape; rows are not of 4 bits; kStages >= 2; kTile / kWarps is a multiple of
+// kStepRows, and a power of 2 not above 32.
 template <Element kElementType, uint32_t kDimValue, uint32_t kTileTokens, uint32_t kStageCount,
           uint32_t kWarpCount, uint32_t kRowTileCount, uint32_t kHeldStepCount>
 struct PrefillShape : TileShape<kElementType, kDimValue, kTileTokens> {
