@@ -10,7 +10,7 @@
 //   1. Scores. Warp w computes a part of those of group w / kSlices of the rows: over every
 //      kSlices-th step of 16 channels. The queries of that stay in its registers.
 //   2. Weights. Of each 8 rows (an octet) one warp is the owner. It adds the four parts, and makes
-//      weights of the scores as decode_kernel.h says. Maxima and sums are its business alone.
+//      weights of the scores as warp_rows.h says. Maxima and sums are its business alone.
 //   3. Values. Each warp multiplies the weights of all rows with its own channels of the tile.
 // So no product is computed twice, and no value read by two warps. What crosses between warps goes
 // through shared memory: four parts of each score, weights, and the factors that bring results to

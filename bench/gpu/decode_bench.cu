@@ -241,7 +241,7 @@ class Bench {
     const double ceiling = product_ceiling(args_);
     print_figure("U1", "products of mma.sync", "TFLOP/s", ceiling);
     for (const uint32_t dim : attention::gpu::kHeadDims) {
-      if (!attention::gpu::is_head_dim_on_devices(codec, dim)) {
+      if (!attention::gpu::is_prefill_on_devices(codec, dim)) {
         continue;
       }
       for (const Suffix of : {Suffix{8192, 8192, 1},
@@ -301,8 +301,8 @@ int run_bench(const Args& args) {
   bench.rows();
   bench.shapes();
   bench.latent();
-  bench.narrow();
   bench.prefills(CodecId::kBf16);
+  bench.narrow();
   bench.prefills(CodecId::kI8);
   bench.prefills(CodecId::kF8);
   return bars_missed() == missed ? 0 : 1;
