@@ -3,7 +3,8 @@
 // formula is that of base/merge.h for many states at once; empty ones (lse = -inf) count nothing.
 // A head's sink is one more of them, with o = 0.
 //
-// It may begin while the decode kernel runs (DecodeParams::merge_follows), and waits for its end.
+// It may begin while the kernel before it runs (DecodeParams::merge_follows), and waits for its
+// end.
 //
 // One block of kMergeThreads per row. All lse are loaded first, side by side; then threads read the
 // states, 4 channels each, groups of threads taking every kGroups-th state. The order of additions
