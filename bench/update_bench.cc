@@ -4,7 +4,8 @@
 // kvm_cuda_update and the launches of all layers run over a driver that forgets what it is told.
 // What CUDA adds goes by the calls, which are counted. Sequences stand at random places of their
 // pages, as those of a serving engine do, or all at the same one, so that all need new pages in the
-// same step; or each step appends a draft and takes part of it back.
+// same step; or each step appends a draft and takes part of it back, or chunks of prompts, which
+// the prefill kernel attends, and takes them back whole.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -29,8 +30,17 @@ constexpr uint32_t kBlocks = 264;  // of a decode kernel on an H200
 constexpr uint64_t kTokens = 2048;
 constexpr uint64_t kRoom = 8192;  // of a sequence
 constexpr uint32_t kDraft = 4;    // tokens, of which half are taken back
+constexpr uint32_t kChunk = 2048;
 
-enum class Kind { kScattered, kTogether, kDrafts };
+enum class Kind { kScattered, kTogether, kDrafts, kChunks };
+
+// Tokens that a step appends to a sequence and asks, and how many of them the next one takes back.
+constexpr uint32_t appended(Kind kind) {
+  return kind == Kind::kChunks ? kChunk : kind == Kind::kDrafts ? kDraft : 1;
+}
+constexpr uint32_t taken_back(Kind kind) {
+  return kind == Kind::kChunks ? kChunk : kind == Kind::kDrafts ? kDraft / 2 : 0;
+}
 
 struct Case {
   const char* name;
@@ -50,6 +60,8 @@ constexpr Case kCases[] = {
     {"together", Kind::kTogether, 80, 256, false, 500},
     {"drafts", Kind::kDrafts, 32, 256, false, 200},
     {"drafts", Kind::kDrafts, 80, 256, false, 500},
+    {"chunks", Kind::kChunks, 32, 1, false, 0},
+    {"chunks", Kind::kChunks, 32, 4, false, 0},
 };
 
 constexpr uint64_t kPoolBytes = uint64_t{1} << 42;
@@ -126,8 +138,8 @@ class Engine {
     space_ = require(client_->register_space(spec), "space");
     device::BatchOptions options;
     options.max_items = of.n_items;
-    options.max_query = of.kind == Kind::kDrafts ? kDraft : 1;
-    options.max_append = of.n_items * static_cast<uint32_t>(kRoom / 4);
+    options.max_query = appended(of.kind);
+    options.max_append = std::max(of.n_items, 4u) * static_cast<uint32_t>(kRoom / 4);
     options.max_query_rows = of.n_items * options.max_query;
     options.max_tokens = kRoom;
     batch_ = require(client_->create_batch(space_, options), "batch");
@@ -139,13 +151,13 @@ class Engine {
 
   // Seconds of one update.
   double update() {
-    if (case_.kind == Kind::kDrafts) {
+    if (taken_back(case_.kind) != 0) {
       for (size_t i = 0; i < items_.size(); ++i) {
-        lengths_[i] -= kDraft / 2;
+        lengths_[i] -= taken_back(case_.kind);
         require(client_->seq(
                     {.verb = SeqVerb::kTruncate, .seq = items_[i].seq, .n_tokens = lengths_[i]}),
                 "truncate");
-        lengths_[i] += kDraft;
+        lengths_[i] += appended(case_.kind);
       }
     }
     before_ = counts_;
@@ -190,7 +202,7 @@ class Engine {
       const kvm_seq_id seq =
           require(client_->seq({.verb = SeqVerb::kCreate, .space = space_}), "sequence");
       const uint64_t more = case_.kind == Kind::kTogether ? 0 : splitmix64(i) % kTokens;
-      lengths_.push_back(kTokens / 2 + more);
+      lengths_.push_back(kTokens / 2 + taken_back(case_.kind) + more);
       kvm_cuda_item item{};
       item.seq = seq;
       item.n_append = static_cast<uint32_t>(lengths_.back());

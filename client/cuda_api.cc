@@ -32,7 +32,6 @@ using kvm::client::DeviceClient;
 using kvm::client::guarded;
 
 constexpr uint32_t kMaxBatchItems = 1024;
-constexpr uint32_t kMaxBatchQuery = 64;
 constexpr uint32_t kMaxBatchAppend = 1u << 20;
 
 Status invalid(const std::string& sentence) { return Status(KVM_ERR_INVALID, sentence); }
@@ -100,7 +99,7 @@ Status read_batch(const kvm_cuda_batch_params& p, kvm::device::BatchOptions* to)
   to->max_append = p.max_append != 0 ? p.max_append : p.max_items;
   KVM_TRY(check_range("max_append", to->max_append, kMaxBatchAppend));
   to->max_query = p.max_query != 0 ? p.max_query : 1;
-  KVM_TRY(check_range("max_query", to->max_query, kMaxBatchQuery));
+  KVM_TRY(check_range("max_query", to->max_query, kvm::kMaxQueryRows));
   to->max_query_rows = p.max_query_rows != 0 ? p.max_query_rows : to->max_items * to->max_query;
   KVM_TRY(check_range("max_query_rows", to->max_query_rows, kMaxBatchAppend));
   to->max_tokens = p.max_tokens;
@@ -124,12 +123,13 @@ kvm_cuda_pages describe(const kvm::device::PagesPlace& place) {
   pages.n_classes = place.n_classes;
   pages.n_heads = lies.n_heads;
   pages.head_dim = lies.dim_k;
+  pages.head_dim_v = lies.dim_v;
   pages.page_tokens = kvm::kPageTokens;
   for (const uint16_t head : place.of->kv_heads) {
     pages.kv_head_mask[head / 64] |= uint64_t{1} << head % 64;
   }
   pages.k = base;
-  pages.v = base + lies.v_offset();
+  pages.v = base + (lies.v_in_k ? 0 : lies.v_offset());
   pages.page_stride = place.page_bytes;
   pages.head_stride = lies.k().head_rows_bytes(lies.dim_k);
   pages.token_stride = lies.k().row_bytes(lies.dim_k);
@@ -221,10 +221,11 @@ kvm_status kvm_cuda_append(kvm_cuda_batch* batch, uint32_t layer, const kvm_tens
   return guarded([&]() -> Status {
     KVM_TRY(check_handle(batch, "batch"));
     KVM_TRY(check_not_null(k, "k"));
-    KVM_TRY(check_not_null(v, "v"));
     kvm::device::DeviceTensor keys, values;
     KVM_TRY(read_tensor("k", *k, true, &keys));
-    KVM_TRY(read_tensor("v", *v, true, &values));
+    if (v != nullptr) {
+      KVM_TRY(read_tensor("v", *v, false, &values));
+    }
     return batch->client->with_batch(batch->batch.get(), [&](kvm::device::Batch& of) {
       return of.append(layer, keys, values, stream);
     });

@@ -44,7 +44,7 @@ Status check_codec(CodecId id) {
   return attention::gpu::is_on_devices(id)
              ? Status::ok()
              : unsupported(std::string("pages of ") + codecs::codec_of(id).name +
-                           " are not there; fp16, bf16, int8 and fp8 are");
+                           " are not there; fp16, bf16, int8, fp8 and int4 are");
 }
 
 Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayout* to) {
@@ -74,14 +74,20 @@ Status add_classes(const engine::Space& space, uint32_t layer, device::LayerLayo
 
 Result<device::SpaceLayout> layout_of(const engine::Space& space) {
   KVM_TRY(check_codec(space.codec));
-  if (space.head_dim_k != space.head_dim_v ||
-      !attention::gpu::is_head_dim_on_devices(space.codec, space.head_dim_k)) {
+  if (space.v_in_k) {
+    if (space.head_dim_k != attention::gpu::kMlaDim ||
+        space.head_dim_v != attention::gpu::kMlaValueDim ||
+        !attention::gpu::is_mla_on_devices(space.codec)) {
+      return unsupported("KVM_SPACE_V_IN_K with head_dim_k " + std::to_string(space.head_dim_k) +
+                         " and head_dim_v " + std::to_string(space.head_dim_v) + " in pages of " +
+                         codecs::codec_of(space.codec).name +
+                         "; 576 and 512 are there, in pages of fp16 or bf16");
+    }
+  } else if (space.head_dim_k != space.head_dim_v ||
+             !attention::gpu::is_head_dim_on_devices(space.codec, space.head_dim_k)) {
     return unsupported("head_dim_k is " + std::to_string(space.head_dim_k) + " and head_dim_v " +
                        std::to_string(space.head_dim_v) +
-                       "; both must be 64, 128 or 256 or, in pages of fp16 or bf16, 80, 96 or 192");
-  }
-  if (space.v_in_k) {
-    return unsupported("KVM_SPACE_V_IN_K is not there");
+                       "; both must be 64, 128 or 256 or, but in pages of int4, 80, 96 or 192");
   }
   if (!space.alibi_slopes.empty()) {
     return unsupported("alibi_slopes are not there");
@@ -108,10 +114,10 @@ Result<device::SpaceLayout> layout_of(const engine::Space& space) {
                          std::to_string(from.dim_k) + "/" + std::to_string(from.dim_v) +
                          "; all layers must be alike");
     }
-    if (from.group() > attention::gpu::kMaxGpuGroup) {
+    if (const uint32_t most = attention::gpu::max_group(space.head_dim_k); from.group() > most) {
       return unsupported("layer " + std::to_string(i) + " has groups of " +
                          std::to_string(from.group()) + " q heads; at most " +
-                         std::to_string(attention::gpu::kMaxGpuGroup));
+                         std::to_string(most));
     }
     device::LayerLayout layer;
     layer.has_keys = from.kind != KVM_LAYER_ABSENT;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/assert.h"
+#include "base/limits.h"
 #include "base/round.h"
 #include "base/undo.h"
 
@@ -24,6 +25,7 @@ using attention::gpu::PageClass;
 using attention::gpu::PlanCounts;
 using attention::gpu::Request;
 using attention::gpu::ScatterParams;
+using attention::gpu::Sight;
 using attention::gpu::WordRun;
 using attention::gpu::Work;
 
@@ -63,13 +65,21 @@ Batch::Batch(Driver* driver, SequenceStore* store, std::shared_ptr<const SpaceLa
 
 Status Batch::init() {
   max_pages_ = div_up(options_.max_tokens, kPageTokens);
+  const bool prefill = options_.max_query > kMaxTreeRows;
+  if (prefill && !attention::gpu::is_prefill_on_devices(space_->codec, space_->dim)) {
+    return Status(KVM_ERR_UNSUPPORTED,
+                  "max_query is " + number(options_.max_query) + "; for pages of " +
+                      codecs::codec_of(space_->codec).name + " with head_dim " +
+                      number(space_->dim) + " it is at most " + number(kMaxTreeRows));
+  }
   uint32_t most_rows = 0;
   for (const LayerLayout& layer : space_->layers) {
     most_rows =
         layer.has_keys ? std::max(most_rows, layer.group() * options_.max_query) : most_rows;
   }
   kernel_ = {space_->codec, space_->dim,
-             attention::gpu::block_rows_for(space_->codec, space_->dim, most_rows)};
+             prefill ? attention::gpu::kPrefillRows
+                     : attention::gpu::block_rows_for(space_->codec, space_->dim, most_rows)};
   KVM_TRY_ASSIGN(const uint32_t blocks, driver_->decode_blocks(kernel_));
   blocks_ = std::min(blocks, kMaxMergeSlots);
   // Kernels name its entries by 32 bits.
@@ -97,7 +107,7 @@ Batch::~Batch() {
 }
 
 bool Batch::per_row(const Kind& kind) const {
-  return options_.max_query > 1 &&
+  return options_.max_query > 1 && !is_prefill() &&
          (kind.window != 0 || std::any_of(kind.classes.begin(), kind.classes.end(),
                                           [](const ClassLayout& of) { return of.n_recent != 0; }));
 }
@@ -133,18 +143,25 @@ uint32_t Batch::max_merge_rows(const Kind& kind) const {
   return std::min(kernel_.block_rows, options_.max_query * kind.group);
 }
 
+// That a step has at most: none has rows of two items.
+uint64_t Batch::max_row_blocks(const Kind& kind) const {
+  const uint64_t of_item = div_up(uint64_t{options_.max_query} * kind.group, kernel_.block_rows);
+  const uint64_t of_rows = uint64_t{options_.max_query_rows} * kind.group / kernel_.block_rows;
+  return std::min(options_.max_items * of_item, options_.max_items + of_rows);
+}
+
 Status Batch::size_kind(Kind* kind) const {
   if (kind->classes.size() > kMaxClasses) {
     return Status(KVM_ERR_UNSUPPORTED, "a layer has " + number(kind->classes.size()) +
                                            " head classes; a device takes " + number(kMaxClasses));
   }
-  uint64_t n_items = 0;
+  uint64_t n_items = 0, n_heads_of_items = 0;
   for (const ClassLayout& of : kind->classes) {
     const auto n_heads = static_cast<uint32_t>(of.kv_heads.size());
     const tiers::SlabClass lies = space_->slab_class(n_heads);
     PageClass page_class;
     page_class.page_bytes = store_->slab(space_->lists[of.list].slab).page_bytes;
-    page_class.v_offset_bytes = lies.v_offset();
+    page_class.v_offset_bytes = lies.v_in_k ? 0 : lies.v_offset();
     page_class.head_stride_bytes = static_cast<uint32_t>(lies.k().head_rows_bytes(lies.dim_k));
     page_class.heads_first = static_cast<uint32_t>(kind->heads.size());
     page_class.n_heads = n_heads;
@@ -153,20 +170,31 @@ Status Batch::size_kind(Kind* kind) const {
         static_cast<uint32_t>(lies.v_params_offset() - lies.k_params_offset());
     kind->page_classes.push_back(page_class);
     kind->heads.insert(kind->heads.end(), of.kv_heads.begin(), of.kv_heads.end());
+    Sight& sight = kind->sights.emplace_back();
+    if (kind->window != 0) {
+      sight.window = static_cast<uint32_t>(std::min<uint64_t>(kind->window, UINT32_MAX));
+    }
+    if (of.n_recent != 0) {
+      sight.n_sinks = static_cast<uint32_t>(std::min<uint64_t>(of.n_sinks, UINT32_MAX));
+      sight.n_recent = static_cast<uint32_t>(std::min<uint64_t>(of.n_recent, UINT32_MAX));
+    }
     const bool rows_apart = per_row(*kind) && (kind->window != 0 || of.n_recent != 0);
-    const uint64_t rows = uint64_t{options_.max_query} * kind->group;
     // An item may be taken row by row or, while it is short, as one.
-    const uint64_t blocks_of_rows = div_up(rows, kernel_.block_rows);
-    n_items +=
-        uint64_t{options_.max_items} * n_heads *
-        (rows_apart ? std::max<uint64_t>(options_.max_query, blocks_of_rows) : blocks_of_rows);
+    n_items += n_heads * (rows_apart ? std::max(uint64_t{options_.max_items} * options_.max_query,
+                                                max_row_blocks(*kind))
+                                     : max_row_blocks(*kind));
+    n_heads_of_items += uint64_t{options_.max_items} * n_heads;
   }
-  // Speed: every cut is the end of a block. Reproducible: items are cut by their length.
-  const uint64_t pieces =
-      options_.reproducible
-          ? n_items * std::min<uint64_t>(kMaxMergeSlots, div_up(options_.max_tokens, kFixedTokens))
-          : n_items + blocks_;
-  const uint64_t slots = options_.reproducible ? pieces : 2 * uint64_t{blocks_};
+  // Speed: every cut is the end of a block. Reproducible: items are cut by their length; those of
+  // the prefill kernel by it and their rows, so an item's blocks of rows that are cut at all make
+  // at most twice as many pieces as one of them would.
+  const uint64_t fixed_pieces = div_up(options_.max_tokens, kFixedTokens);
+  uint64_t pieces = n_items + blocks_, slots = 2 * uint64_t{blocks_};
+  if (options_.reproducible) {
+    slots = is_prefill() ? n_heads_of_items * 2 * fixed_pieces
+                         : n_items * std::min<uint64_t>(kMaxMergeSlots, fixed_pieces);
+    pieces = is_prefill() ? n_items + slots : slots;
+  }
   const uint64_t tokens = uint64_t{options_.max_append} * kind->classes.size();
   constexpr uint64_t kMost = uint64_t{1} << 26;
   if (pieces + blocks_ > kMost || slots > kMost || tokens > kMost) {
@@ -211,7 +239,7 @@ Status Batch::lay_out() {
     sinks_at_.push_back(
         layer.sink_logits.empty() ? 0 : take_changing(layer.sink_logits.size() * sizeof(float)));
   }
-  tree_at_ = take_changing(uint64_t{options_.max_query_rows} * sizeof(uint64_t));
+  tree_at_ = take_changing(is_prefill() ? 0 : options_.max_query_rows * sizeof(uint64_t));
   if (max_words > INT32_MAX) {
     return Status(KVM_ERR_UNSUPPORTED, "an update of the batch may change " +
                                            number(max_words * 4) + " bytes; allowed are " +
@@ -225,7 +253,7 @@ Status Batch::lay_out() {
     slots = std::max<uint64_t>(slots, kind.slot_capacity);
   }
   // Layers follow each other on the stream, so they share the room for partial states.
-  partial_o_at_ = take(slots * kernel_.block_rows * space_->dim * sizeof(float));
+  partial_o_at_ = take(slots * kernel_.block_rows * space_->dim_v() * sizeof(float));
   partial_lse_at_ = take(slots * kernel_.block_rows * sizeof(float));
   table_at_ =
       take(space_->lists.size() * uint64_t{options_.max_items} * max_pages_ * sizeof(uint32_t));
@@ -286,6 +314,12 @@ Status Batch::check_items(std::span<const BatchItem> items) {
       return invalid(where() + "n_query is " + number(item.n_query) + " from row " +
                      number(item.query_row) + " on; max_query is " + number(options_.max_query) +
                      " and max_query_rows " + number(options_.max_query_rows));
+    }
+    if (!item.tree.empty() && is_prefill()) {
+      return Status(KVM_ERR_UNSUPPORTED, where() + "a tree_mask, in a batch whose max_query is " +
+                                             number(options_.max_query) +
+                                             "; trees are for batches of at most " +
+                                             number(kMaxTreeRows));
     }
     for (size_t row = 0; row < item.tree.size(); ++row) {
       if (item.n_query < 64 && item.tree[row] >> item.n_query != 0) {
@@ -440,8 +474,9 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items) {
         request.log_weights = static_cast<int64_t>(i * options_.log_weight_stride_item);
         request.log_weight_stride = static_cast<uint32_t>(options_.log_weight_stride_head);
       }
-      const bool sees_all =
-          (kind.window == 0 || n <= kind.window) && (of.n_recent == 0 || n <= of.n_recent);
+      // The prefill kernel knows windows and policies itself.
+      const bool sees_all = is_prefill() || ((kind.window == 0 || n <= kind.window) &&
+                                             (of.n_recent == 0 || n <= of.n_recent));
       if (sees_all) {
         request.n_first = request.n_tokens = static_cast<uint32_t>(n);
         request.q_token = item.query_row;
@@ -488,6 +523,10 @@ Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* m
   options.block_rows = kernel_.block_rows;
   options.group = kind->group;
   options.fixed_tokens = options_.reproducible ? kFixedTokens : 0;
+  if (is_prefill()) {
+    options.sights = kind->sights;
+    options.least_tokens = attention::gpu::kLeastPrefillTokens;
+  }
   Work* const work = message->next<Work>();
   const PlanCounts plan = plan_decode(requests_, kind->page_classes, kind->heads, options, blocks_,
                                       {work, kind->work_capacity}, &merges_);
@@ -653,6 +692,24 @@ attention::gpu::PagePool Batch::pool_of(const Kind& kind, uint32_t layer) const 
   return pool;
 }
 
+// v: as k, with strides of `row` and `head` elements; absent where it is in k.
+Status Batch::check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_heads,
+                           uint64_t row, uint64_t head) const {
+  if (space_->v_in_k()) {
+    return v.data == nullptr
+               ? Status::ok()
+               : invalid("v is there; the space has KVM_SPACE_V_IN_K, so it must be NONE");
+  }
+  if (v.data == nullptr) {
+    return invalid("v is no device memory");
+  }
+  uint64_t row_v = 0, head_v = 0;
+  KVM_TRY(check_tensor("v", v, append_rows_, n_heads, space_->dim_v(), 16, &row_v, &head_v));
+  return k.dtype == v.dtype && row == row_v && head == head_v
+             ? Status::ok()
+             : invalid("k and v have different dtypes or strides");
+}
+
 Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream) {
   if (layer >= space_->layers.size() || !space_->layers[layer].has_keys ||
       space_->layers[layer].storage_layer != layer) {
@@ -661,12 +718,9 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   KVM_TRY(check_current());
   KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
   const uint64_t n_heads = space_->layers[layer].n_kv_heads;
-  uint64_t row = 0, head = 0, row_v = 0, head_v = 0;
+  uint64_t row = 0, head = 0;
   KVM_TRY(check_tensor("k", k, append_rows_, n_heads, space_->dim, 16, &row, &head));
-  KVM_TRY(check_tensor("v", v, append_rows_, n_heads, space_->dim, 16, &row_v, &head_v));
-  if (k.dtype != v.dtype || row != row_v || head != head_v) {
-    return invalid("k and v have different dtypes or strides");
-  }
+  KVM_TRY(check_values(k, v, n_heads, row, head));
   const Kind& kind = kinds_[kind_of_layer_[layer]];
   AppendParams params;
   params.pool = pool_of(kind, layer);
@@ -724,7 +778,7 @@ Status Batch::resolve_tensors(const AttendCall& call, uint64_t n_rows,
   }
   uint64_t q_row = 0, q_head = 0, o_row = 0, o_head = 0, lse_row = 0, lse_head = 0;
   KVM_TRY(check_tensor("q", call.q, n_rows, layer.n_q_heads, space_->dim, 16, &q_row, &q_head));
-  KVM_TRY(check_tensor("o", call.o, n_rows, layer.n_q_heads, space_->dim, 16, &o_row, &o_head));
+  KVM_TRY(check_tensor("o", call.o, n_rows, layer.n_q_heads, space_->dim_v(), 16, &o_row, &o_head));
   if (call.lse.data != nullptr) {
     if (call.lse.dtype != Dtype::kF32) {
       return invalid("lse is not F32");
@@ -761,6 +815,7 @@ DecodeParams Batch::decode_params(const AttendCall& call, const Kind& kind,
   params.partial_o = reinterpret_cast<float*>(device_ + partial_o_at_);
   params.partial_lse = reinterpret_cast<float*>(device_ + partial_lse_at_);
   params.tree_mask = reinterpret_cast<const uint64_t*>(device_ + tree_at_);
+  std::copy(kind.sights.begin(), kind.sights.end(), params.sights);
   attention::gpu::set_scale(&params, call.scale != 0 ? call.scale : space_->scale, space_->softcap);
   return params;
 }
@@ -793,11 +848,13 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
       static_cast<uint32_t>(div_up(kMergeBlocksPerSm * driver.facts().n_sms, kind.merge_rows));
   const uint32_t n_merges = captured ? std::min(kind.merge_capacity, most_merges) : kind.n_merges;
   if (n_blocks != 0) {
-    KVM_TRY(driver.decode(kernel_, decode_params(call, kind, tensors), n_blocks, stream));
+    DecodeParams decode = decode_params(call, kind, tensors);
+    decode.merge_follows = n_merges != 0;
+    KVM_TRY(driver.decode(kernel_, decode, n_blocks, stream));
     ++n_launches_;
   }
   if (n_merges != 0) {
-    KVM_TRY(driver.merge(space_->dim, merge_params(kind, tensors), n_merges, stream));
+    KVM_TRY(driver.merge(space_->dim_v(), merge_params(kind, tensors), n_merges, stream));
     ++n_launches_;
   }
   return Status::ok();

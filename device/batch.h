@@ -15,7 +15,9 @@
 // plans are those of lists and kinds.
 //
 // A kind is what layers have in common that share a plan: which heads keep what, the window, the
-// group. Requests are per item where all its rows see the same but for causality, else per row.
+// group. For the decode kernel, requests are per item where all its rows see the same but for
+// causality, else per row; for the prefill kernel, which a batch has that may query more tokens of
+// an item than that, per item.
 //
 // Threads: one at a time for the store and all its batches.
 #ifndef KVM_DEVICE_BATCH_H_
@@ -123,6 +125,7 @@ class Batch {
     uint32_t group = 1;
 
     std::vector<attention::gpu::PageClass> page_classes;
+    std::vector<attention::gpu::Sight> sights;  // [page class]; of the prefill kernel
     std::vector<uint16_t> heads;
     bool stores = false;  // some layer of it appends
     uint32_t work_capacity = 0;
@@ -152,7 +155,9 @@ class Batch {
   Status size_kind(Kind* kind) const;
   Status lay_out();
   Status allocate();
+  bool is_prefill() const { return kernel_.block_rows == attention::gpu::kPrefillRows; }
   bool per_row(const Kind& kind) const;
+  uint64_t max_row_blocks(const Kind& kind) const;
   uint32_t max_merge_rows(const Kind& kind) const;
 
   Status check_items(std::span<const BatchItem> items);
@@ -174,6 +179,8 @@ class Batch {
   Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows,
                       uint64_t n_heads, uint64_t dim, uint64_t alignment, uint64_t* stride_row,
                       uint64_t* stride_head) const;
+  Status check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_heads, uint64_t row,
+                      uint64_t head) const;
   Status check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const;
   // Checks the tensors of an attend, and tells the kernels where they lie.
   Status resolve_tensors(const AttendCall& call, uint64_t n_rows,

@@ -110,7 +110,8 @@ class Driver : public MemoryDriver {
   // Blocks of the kernel that run at once on the whole device, at least 1.
   virtual Result<uint32_t> decode_blocks(const attention::gpu::DecodeKernel& kernel) = 0;
   // n_blocks, n_merges, n_tokens: for so many there are blocks; 0 is nothing. What the parameters
-  // point to is device memory.
+  // point to is device memory. kernel: that of decoding or, with kPrefillRows, of prompts; with
+  // kMlaDim, of latent rows. dim: channels of a result.
   virtual Status decode(const attention::gpu::DecodeKernel& kernel,
                         const attention::gpu::DecodeParams& params, uint32_t n_blocks,
                         Stream stream) = 0;

@@ -311,7 +311,8 @@ Result<std::shared_ptr<const SpaceLayout>> RemoteStore::prepare(SpaceLayout layo
   KVM_TRY(call(
       what,
       [&](ipc::FrameWriter* writer) {
-        writer->put(wire::Layout{static_cast<uint32_t>(layout.codec), layout.dim});
+        writer->put(wire::Layout{static_cast<uint32_t>(layout.codec), layout.dim, layout.dim_v(),
+                                 layout.v_in_k() ? 1u : 0u});
         writer->put_all(std::span<const wire::List>(lists));
       },
       [&](ipc::FrameReader* reader) { slabs = reader->get_all<wire::Slab>(lists.size()); },

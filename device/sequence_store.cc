@@ -36,7 +36,9 @@ uint64_t ListLayout::first_droppable() const { return round_up(n_sinks, kPageTok
 tiers::SlabClass SpaceLayout::slab_class(uint32_t n_heads) const {
   tiers::SlabClass slab_class;
   slab_class.codec_k = slab_class.codec_v = codec;
-  slab_class.dim_k = slab_class.dim_v = static_cast<uint16_t>(dim);
+  slab_class.dim_k = static_cast<uint16_t>(dim);
+  slab_class.dim_v = static_cast<uint16_t>(dim_v());
+  slab_class.v_in_k = v_in_k();
   slab_class.n_heads = static_cast<uint16_t>(n_heads);
   return slab_class;
 }

@@ -73,7 +73,9 @@ struct LayerLayout {
 
 struct SpaceLayout {
   CodecId codec = CodecId::kBf16;  // of K and V; attention::gpu::is_on_devices
-  uint32_t dim = 0;                // is_head_dim_on_devices
+  // Channels of a key: is_head_dim_on_devices, of a value too; or kMlaDim, where is_mla_on_devices,
+  // and values are the first kMlaValueDim of them.
+  uint32_t dim = 0;
   float scale = 1.0f;
   float softcap = 0.0f;  // of logits; 0: none
   std::vector<LayerLayout> layers;
@@ -81,6 +83,8 @@ struct SpaceLayout {
   uint64_t number = 0;            // of a RemoteStore's
 
   const LayerLayout& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
+  bool v_in_k() const { return dim == attention::gpu::kMlaDim; }
+  uint32_t dim_v() const { return attention::gpu::value_dim(dim); }
   // How a layer's part of a page lies, with so many heads.
   tiers::SlabClass slab_class(uint32_t n_heads) const;
 };

@@ -39,6 +39,15 @@ void put_status(const Status& status, ipc::FrameWriter* writer) {
   writer->put_text(status.message());
 }
 
+// Says whether there are kernels for what a client says of its rows.
+bool is_layout_of_device(const wire::Layout& rows, CodecId codec) {
+  if (rows.v_in_k != 0) {
+    return rows.v_in_k == 1 && rows.dim_k == attention::gpu::kMlaDim &&
+           rows.dim_v == attention::gpu::kMlaValueDim && attention::gpu::is_mla_on_devices(codec);
+  }
+  return rows.dim_k == rows.dim_v && attention::gpu::is_head_dim_on_devices(codec, rows.dim_k);
+}
+
 }  // namespace
 
 StoreServer::StoreServer(Driver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words)
@@ -273,7 +282,7 @@ Status StoreServer::prepare(uint64_t id, ipc::FrameReader* reader) {
   }
   const auto codec = static_cast<CodecId>(head.codec);
   if (!codecs::codec_is_known(head.codec) || !attention::gpu::is_on_devices(codec) ||
-      !attention::gpu::is_head_dim_on_devices(codec, head.dim)) {
+      !is_layout_of_device(head, codec)) {
     return broken("a layout that is none of a device's");
   }
   if (spaces_.size() >= wire::kMaxSpaces) {
@@ -282,7 +291,7 @@ Status StoreServer::prepare(uint64_t id, ipc::FrameReader* reader) {
   }
   SpaceLayout layout;
   layout.codec = codec;
-  layout.dim = head.dim;
+  layout.dim = head.dim_k;
   for (const wire::List& from : lists) {
     if (from.n_heads == 0 || from.n_heads > kMaxHeads || from.n_layers == 0 ||
         from.n_layers > kMaxLayers ||

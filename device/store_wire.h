@@ -24,7 +24,7 @@
 
 namespace kvm::device::wire {
 
-inline constexpr uint32_t kStoreVersion = 1;
+inline constexpr uint32_t kStoreVersion = 2;
 
 // LIMITS, of one client.
 inline constexpr uint64_t kMaxSpaces = 64;
@@ -96,7 +96,9 @@ struct Call {
 
 struct Layout {
   uint32_t codec = 0;
-  uint32_t dim = 0;
+  uint32_t dim_k = 0;
+  uint32_t dim_v = 0;
+  uint32_t v_in_k = 0;  // 1: values are the first dim_v channels of keys, and are not stored
 };
 struct List {
   uint32_t n_heads = 0;

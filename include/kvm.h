@@ -592,8 +592,8 @@ enum {
    * Where head_dim is a multiple of 64, scales and zeros take half a bit a channel, means a quarter
    * more: rows take 4.5 to 4.75, or 2.5 to 2.75 bits a channel where BF16 takes 16. Begin with keys
    * in int4_channel and values in int4; 2 bits cost much. Pages, cuts, what is refused: as with
-   * I8_CHANNEL, but that a number above 2^126 keeps a page BF16. A head whose values alone are
-   * stored so has no index either. */
+   * I8_CHANNEL, but that a number above 2^126 keeps a page BF16, and that spaces of I4 may be in a
+   * device's memory (kvm_cuda.h). A head whose values alone are stored so has no index either. */
   KVM_CODEC_I4 = 7,
   KVM_CODEC_I4_CHANNEL = 8,
   KVM_CODEC_I4_CENTRED = 9,

@@ -57,14 +57,17 @@
  *
  * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
  * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
- * dims other than 64, 128, 256 and, in pages of fp16 and bf16, 80, 96 and 192, retentions FOLD and
- * HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and arenas, and what needs a
- * queue: reading K and V back, observations.
+ * dims other than 64, 128, 256 and, but in pages of int4, 80, 96 and 192, groups of more than 16 q
+ * heads, retentions FOLD and HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and
+ * arenas, and what needs a queue: reading K and V back, observations.
+ * KVM_SPACE_V_IN_K is there for multi-head latent attention: head_dim_k 576, head_dim_v 512, pages
+ * of fp16 and bf16, groups of up to 128 q heads.
  *
  * What is otherwise than kvm.h says
  *
- *  - A prompt may be appended in one update, but one queries at most 64 tokens of a sequence: an
- *    engine computes a prompt's attention itself, or in chunks of 64.
+ *  - A batch queries at most max_query tokens of a sequence in one update, to 65536: a prompt, or
+ *    what follows a prefix, is one update of a batch that was made for as many, and else comes in
+ *    chunks. Trees are for batches of at most 64.
  *  - A page holds 64 tokens of all layers whose heads keep the same, a part for each layer one
  *    behind the other: kvm_seq_info.n_pages and the statistics count such pages. A device has at
  *    most 64 kinds of them (numbers of heads, channels and layers, codecs) in use at once:
@@ -130,7 +133,7 @@ typedef struct kvm_cuda_batch kvm_cuda_batch;
 
 enum {
   /* Results do not depend on what else is in the batch, nor on the GPU's size: work is divided by a
-   * sequence's own length alone. Costs a few percent. */
+   * sequence's own length and number of query rows alone. Costs a few percent. */
   KVM_CUDA_REPRODUCIBLE = 1u << 0
 };
 
@@ -140,9 +143,15 @@ typedef struct kvm_cuda_batch_params {
   kvm_space_id space;
   uint32_t max_items;      /* 1 to 1024; required */
   uint32_t max_append;     /* tokens (rows of k and v) of one update, to 2^20; 0: max_items */
-  uint32_t max_query;      /* query tokens of one item, 1 to 64; 0: 1. It decides which kernel all
-                            * steps of the batch use: decode with a batch of its own, of 1 */
-  uint32_t max_query_rows; /* rows of q, o and lse; 0: max_items * max_query */
+  uint32_t max_query;      /* query tokens of one item, 1 to 65536; 0: 1. It decides which kernel
+                            * all steps of the batch use: decode with a batch of its own, of 1. Up
+                            * to 64 it is the decode kernel, with 16 or 32 rows (query tokens times
+                            * q heads of a kv head) that read K and V once; from 65 on the prefill
+                            * kernel, with 128, which knows no trees, and neither pages of I4, nor
+                            * of I8 and F8E4M3 with head_dim 80, nor KVM_SPACE_V_IN_K
+                            * (UNSUPPORTED) */
+  uint32_t max_query_rows; /* rows of q, o and lse, to 2^20; 0: max_items * max_query. What the
+                            * plan takes of memory goes by it */
   uint64_t max_tokens;     /* of the longest sequence; required; at most 2^31 - 1 */
   /* Log-weights (kvm_cuda_attend_params.log_weights): that of item i, kv head h and position p is
    * element i * stride_item + h * stride_head + p. Both 0: there are none. */
@@ -177,10 +186,11 @@ typedef struct kvm_cuda_item {
   uint32_t query_row;  /* first row in q, o and lse */
   /* NULL: a query row sees the tokens up to its own. Else [n_query] words in host memory, read by
    * the call, as kvm_step_params.tree_mask has them: bit i of word j, row j sees the token of row i
-   * (what comes before the n_query tokens is seen by all). A row's window and policy go by its
-   * position, not by its depth in the tree. kvm_seq_truncate takes back from the end only: where
-   * what was accepted is not the tree's first rows, truncate to before the tree and append the rows
-   * of the accepted path again, gathered in front of those of the next update. */
+   * (what comes before the n_query tokens is seen by all). Not in batches whose
+   * max_query is above 64. A row's window and policy go by its position, not by its depth in the
+   * tree. kvm_seq_truncate takes back from the end only: where what was accepted is not the tree's
+   * first rows, truncate to before the tree and append the rows of the accepted path again,
+   * gathered in front of those of the next update. */
   const uint64_t *tree_mask;
 } kvm_cuda_item;
 
@@ -203,15 +213,18 @@ typedef struct kvm_cuda_item {
  *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),
  *          BUSY (a sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; what
  *          a move of a sequence has failed with (below); UNSUPPORTED while the stream is being
- *          captured. */
+ *          captured, and of a tree in a batch whose max_query is above 64. */
 KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *items,
                                    uint32_t n_items, kvm_cuda_stream stream);
 
 /* Enqueues the append of one layer, as the last update said.
  *   k, v   [row][n_kv_heads][dim], buffers of KVM_BUFFER_DEVICE, F32, F16 or BF16, both alike;
  *          rounded to the stored dtype to nearest even; I8 and F8E4M3 rows get their scales here,
- *          and are the bytes that a CPU would store. Strides count elements, as in kvm.h, and are
+ *          I4 rows their scales and zeros, and are the bytes that a CPU would store. I4 rows are
+ *          encoded at once, also where a page is not full; 64 channels of which one is not finite,
+ *          or above 2^126, read as NaN. Strides count elements, as in kvm.h, and are
  *          the same for k and v; they and the addresses are multiples of 16 bytes.
+ *          With KVM_SPACE_V_IN_K rows of k are all there is: v is NULL, or NONE.
  * Fails:   INVALID (geometry, an ALIAS or ABSENT layer, a tensor that is too small, no update yet,
  *          a sequence that has changed since), DEVICE. */
 KVM_API kvm_status kvm_cuda_append(kvm_cuda_batch *batch, uint32_t layer, const kvm_tensor *k,
@@ -222,9 +235,10 @@ typedef struct kvm_cuda_attend_params {
   uint32_t flags; /* reserved, zero */
   uint32_t layer;
   float scale;           /* 0: the space's softmax_scale; must be positive */
-  kvm_tensor q;          /* [row][n_q_heads][dim], DEVICE, the space's dtype; where that is I8 or
-                          * F8E4M3, F16 or BF16. Addresses and strides of q and o: as of k */
-  kvm_tensor o;          /* likewise, F32, F16 or BF16 */
+  kvm_tensor q;          /* [row][n_q_heads][head_dim_k], DEVICE, the space's dtype; where that is
+                          * I8, F8E4M3 or I4, F16 or BF16. Addresses and strides of q and o: as of
+                          * k */
+  kvm_tensor o;          /* [row][n_q_heads][head_dim_v], likewise, F32, F16 or BF16 */
   kvm_tensor lse;        /* [row][n_q_heads], F32, natural logarithm; NONE: not wanted */
   kvm_buffer log_weights; /* DEVICE, F32, where the batch has strides for them; else NONE */
   uint64_t reserved[4];
@@ -244,13 +258,16 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
 
 /* Where the pages of one head class of a layer lie (a class: kv heads that keep the same tokens; a
  * layer without policies has one). A page has 64 tokens of all heads of the class. Strides are in
- * bytes; an element is 2 bytes in spaces of F16 and BF16, and 1 with I8 and F8E4M3. Page p, head h
- * (the h-th of the class), token t of the page, channel c:
+ * bytes; an element is 2 bytes in spaces of F16 and BF16, 1 with I8 and F8E4M3, a half with I4,
+ * where channels of even numbers have the lower half. Page p, head h (the h-th of the class),
+ * token t of the page, channel c:
  *
  *    K  k + p * page_stride + h * head_stride + t * token_stride + c * element
  *    V  v + likewise
  *    scales of I8 and F8E4M3 rows, BF16, one for each row:
  *       k_scales + p * page_stride + h * scale_head_stride + t * 2, and v_scales likewise
+ *    scales and zeros of I4 rows, BF16, [64 channels][2]: an element is code * scale + zero
+ *       k_scales + p * page_stride + h * scale_head_stride + t * head_dim / 16, and likewise
  *
  * That is what others call HND with a page stride of its own:
  *  - FlashInfer (docs.flashinfer.ai, "KV-Cache Layout"): a tuple (k_cache, v_cache) of tensors
@@ -263,16 +280,23 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  *    with strides (page_stride, token_stride, head_stride, element); block_size 64; a row of
  *    block_table is what kvm_cuda_batch_get_indices gives for an item.
  *
- * These kernels know no scale for each row: I8 and F8E4M3 pages need kernels that do. Addresses
+ * With KVM_SPACE_V_IN_K pages have a K plane only, v is k, and a row of V the first head_dim_v
+ * channels of the row of K. With one kv head that is [n_pages, 64, 576] with a page stride of its
+ * own, the cache that kernels for multi-head latent attention read: kv_cache of vLLM's MLA backends
+ * and, as [n_pages, 64, 1, 576], k_cache of FlashMLA; ckv_cache and kpe_cache of FlashInfer's
+ * BatchMLAPagedAttentionWrapper are its first 512 channels and its last 64.
+ *
+ * These kernels know no scale for each row: I8, F8E4M3 and I4 pages need kernels that do. Addresses
  * stay as long as the batch. Layers whose classes keep the same tokens with as many heads
  * share pages: they differ in addresses only, and one list of indices is good for all of them.
  *
  * The engine's kernels may read pages behind the append of the layer on the timeline, and write the
  * rows that an update has appended instead of kvm_cuda_append. All other rows may be shared.
  *
- * Heads with sinks and a window keep what the update's query rows (n_query, at most 64) and later
- * ones see, and with `slack` that many tokens more. A kernel that computes the attention of a whole
- * suffix needs a slack of the suffix's length, or finds what its first rows should see dropped. */
+ * Heads with sinks and a window keep what the update's query rows (n_query) and later ones see, and
+ * with `slack` that many tokens more. A kernel that computes the attention of a whole suffix finds
+ * what its first rows should see where the update had the suffix's length as n_query, or where the
+ * policy has it as slack; else that has been dropped. */
 typedef struct kvm_cuda_pages {
   uint32_t struct_size;
   uint32_t codec;          /* KVM_CODEC_*: of K and V */
@@ -296,7 +320,9 @@ typedef struct kvm_cuda_pages {
    * policy has dropped, and those behind the last page, are anything. */
   uint64_t table;
   uint64_t table_stride;
-  uint64_t reserved[4];
+  uint32_t head_dim_v;     /* of a row of V: head_dim, but with KVM_SPACE_V_IN_K */
+  uint32_t reserved0;
+  uint64_t reserved[3];
 } kvm_cuda_pages;
 
 enum { KVM_CUDA_INDEX_MASK = (1 << 22) - 1 };

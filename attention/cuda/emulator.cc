@@ -43,6 +43,7 @@ struct Thread {
   const uint64_t* waits_for = nullptr;  // until it is no longer wait_value
   uint64_t wait_value = 0;
   bool done = true;
+  bool has_waited = false;  // for the kernel before
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;
 
@@ -75,6 +76,7 @@ class Machine {
   bool may_touch(const void* at, uint32_t size_bytes);
   void fault(const char* what);
   void land(const Copy& copy);
+  void let_next_begin() { block_lets_ = true; }
 
   std::vector<std::byte> shared;
   Report report;
@@ -95,6 +97,8 @@ class Machine {
   Fiber scheduler_;
   std::vector<Meeting> warps_;
   uint32_t block_arrived_ = 0;
+  bool block_lets_ = false;  // the next kernel begin
+  uint32_t n_letting_ = 0;   // blocks that did
   uint64_t block_generation_ = 0;
   const uint64_t never_ = 0;
   uint32_t block_time_ = 0;
@@ -261,6 +265,10 @@ void Machine::write(uint32_t at, uint32_t size_bytes, bool pending) {
 }
 
 bool Machine::may_touch(const void* at, uint32_t size_bytes) {
+  if (!self().has_waited) {
+    fault("global memory: touched while the kernel before may not have ended");
+    return false;
+  }
   const auto address = reinterpret_cast<uintptr_t>(at);
   if (address % size_bytes != 0) {
     fault("global memory: misaligned");
@@ -299,6 +307,7 @@ void Machine::run_block() {
     Thread& t = *threads_[i];
     t.done = false;
     t.waits_for = nullptr;
+    t.has_waited = !launch_->begins_early;
     t.uncommitted.clear();
     t.groups.clear();
     t.fiber.reset(&Machine::entry);
@@ -328,6 +337,7 @@ Report Machine::run(const Launch& launch, const std::function<void()>& kernel) {
   launch_ = &launch;
   kernel_ = &kernel;
   report = Report{};
+  n_letting_ = 0;
   memory_.assign(launch.memory.begin(), launch.memory.end());
   std::sort(memory_.begin(), memory_.end(), [](const Range& a, const Range& b) {
     return reinterpret_cast<uintptr_t>(a.data) < reinterpret_cast<uintptr_t>(b.data);
@@ -343,8 +353,11 @@ Report Machine::run(const Launch& launch, const std::function<void()>& kernel) {
     t->done = true;
   }
   for (block = 0; block < launch.blocks; ++block) {
+    block_lets_ = false;
     run_block();
+    n_letting_ += block_lets_ ? 1 : 0;
   }
+  report.lets_next_begin = launch.blocks != 0 && n_letting_ == launch.blocks;
   return report;
 }
 
@@ -437,6 +450,9 @@ bool any_lane(bool value) {
   });
   return mine.result;
 }
+
+void let_next_kernel_begin() { machine->let_next_begin(); }
+void wait_for_kernel_before() { machine->self().has_waited = true; }
 
 void copy_async(uint32_t to, const void* from, uint32_t size_bytes, bool valid) {
   Machine& m = *machine;

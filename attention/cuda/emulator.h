@@ -10,7 +10,8 @@
 //   - Every access to shared memory is checked against the last ones of other threads: two of
 //     which one is a write must have a sync_warp (of both) or a sync_block between them. Shuffles,
 //     votes and matrix instructions order nothing.
-//   - Global memory outside the ranges of the launch, and misaligned access, is a fault.
+//   - Global memory outside the ranges of the launch, and misaligned access, is a fault; so is any
+//     access of a kernel that begins early, before it has waited for the one before it.
 //   - Threads of a warp that meet at different operations, or wait for ones that have ended, are a
 //     fault.
 //   - load_matrix_x4 counts bank conflicts.
@@ -39,12 +40,14 @@ struct Launch {
   uint32_t threads = 0;  // per block, a multiple of 32, at most 1,024
   uint32_t shared_bytes = 0;
   std::span<const Range> memory;  // global memory that the kernel may touch
+  bool begins_early = false;      // before the kernel in front of it has ended
 };
 
 struct Report {
   uint64_t n_faults = 0;
   std::string first_fault;  // what the first one was
   uint64_t n_bank_conflicts = 0;
+  bool lets_next_begin = false;  // before it ends: all blocks have said so
 };
 
 // Runs `kernel` for every thread of every block, block after block. After a fault in a block it
@@ -58,6 +61,8 @@ uint32_t current_block();
 uint32_t current_block_count();
 void sync_warp();
 void sync_block();
+void let_next_kernel_begin();
+void wait_for_kernel_before();
 uint64_t shuffle(uint64_t value, uint32_t lane);
 bool any_lane(bool value);
 void copy_async(uint32_t to, const void* from, uint32_t size_bytes, bool valid);

@@ -9,28 +9,59 @@
 namespace kvm::attention::gpu {
 namespace {
 
-// Two blocks run on an SM. Told so, the compiler has registers enough for shapes of which, left
-// alone, it would make four, and spill. Others stay as it makes them: 0 says nothing.
+// Two blocks run on an SM, or three where rows are of 4 bits and 64 channels. Told so, the compiler
+// has registers enough for shapes of which, left alone, it would make four, and spill. Others stay
+// as it makes them: 0 says nothing.
 template <class Shape>
-inline constexpr int kLeastBlocks = Shape::kDim == 96 ? 2 : 0;
+inline constexpr int kLeastBlocks = [] {
+  if constexpr (Shape::kIsMla) {
+    return static_cast<int>(256 / Shape::kThreads);
+  } else if constexpr (Shape::kStepped && Shape::kDim == 64 && Shape::kRowTiles == 1) {
+    return 3;
+  } else {
+    return Shape::kDim == 96 ? 2 : 0;
+  }
+}();
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, kLeastBlocks<Shape>)
     decode_kernel(const __grid_constant__ DecodeParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  decode_thread<Sm80Shape<Shape>>(params);
+  attend_thread<Sm80Shape<Shape>>(params);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  attend_thread<Shape>(params);
 #else
-  decode_thread<Shape>(params);
+  attend_thread<SmallShape<Shape>>(params);
 #endif
+}
+
+// As many blocks as their registers let run on an SM: two of four warps, one of eight.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 8 / Shape::kWarps)
+    prefill_kernel(const __grid_constant__ DecodeParams params) {
+  attend_thread<Shape>(params);
+}
+
+template <class Shape>
+constexpr auto attend_kernel() {
+  if constexpr (kIsPrefill<Shape>) {
+    return prefill_kernel<Shape>;
+  } else {
+    return decode_kernel<Shape>;
+  }
 }
 
 // What the kernel takes on devices of a compute capability. Code for older ones than the device,
 // made for it by the driver, takes less.
 template <class Shape>
 uint32_t shared_bytes_on(int major) {
-  static_assert(Shape::kSharedBytes <= kMostSharedBytes &&
-                Sm80Shape<Shape>::kSharedBytes <= kHalfOfSm80);
-  return major == 8 ? Sm80Shape<Shape>::kSharedBytes : Shape::kSharedBytes;
+  constexpr bool kAlone = Shape::kThreads == 256;  // on an SM
+  static_assert(Shape::kSharedBytes <= (Shape::kIsMla && kAlone ? kAllOfSm90 : kMostSharedBytes) &&
+                SmallShape<Shape>::kSharedBytes <= kMostSharedBytes &&
+                Sm80Shape<Shape>::kSharedBytes <= (kAlone ? kMostSharedBytes : kHalfOfSm80));
+  return major == 8   ? Sm80Shape<Shape>::kSharedBytes
+         : major == 9 ? Shape::kSharedBytes
+                      : SmallShape<Shape>::kSharedBytes;
 }
 
 cudaError_t current_major(int* major) {
@@ -94,17 +125,17 @@ cudaError_t attend_init() {
   cudaError_t error = current_major(&major);
   const auto note = [&error](cudaError_t result) { error = error == cudaSuccess ? result : error; };
   for (const codecs::Codec& codec : codecs::kCodecs) {
-    for (const uint32_t dim : kHeadDims) {
-      for (const uint32_t rows : {16u, 32u}) {
+    for (const uint32_t dim : kKeyDims) {
+      for (const uint32_t rows : kBlockRows) {
         visit_shape(codec.id, dim, rows, [&]<class Shape>(Shape) {
-          note(load(decode_kernel<Shape>, shared_bytes_on<Shape>(major)));
+          note(load(attend_kernel<Shape>(), shared_bytes_on<Shape>(major)));
         });
       }
     }
     visit_element(codec.id, [&]<class Tag>(Tag) { note(load(append_kernel<Tag::kElement>)); });
   }
-  for (const uint32_t dim : kHeadDims) {
-    visit_head_dim(dim, [&]<class Tag>(Tag) { note(load(merge_kernel<Tag::kDim>)); });
+  for (const uint32_t dim : kKeyDims) {
+    visit_value_dim(value_dim(dim), [&]<class Tag>(Tag) { note(load(merge_kernel<Tag::kDim>)); });
   }
   note(load(scatter_kernel));
   note(load(move_kernel));
@@ -126,8 +157,8 @@ cudaError_t decode_residency(const DecodeKernel& kernel, Residency* out) {
   }
   error = decode_shape(kernel, major, out) ? error : cudaErrorInvalidValue;
   visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, decode_kernel<Shape>,
-                                                          Shape::kThreads, out->shared_bytes);
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &out->blocks_per_sm, attend_kernel<Shape>(), Shape::kThreads, out->shared_bytes);
   });
   return error;
 }
@@ -142,8 +173,8 @@ cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params
   error = cudaErrorInvalidValue;
   visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
     if (n_blocks != 0) {
-      decode_kernel<Shape>
-          <<<n_blocks, Shape::kThreads, shared_bytes_on<Shape>(major), stream>>>(params);
+      constexpr auto kKernel = attend_kernel<Shape>();
+      kKernel<<<n_blocks, Shape::kThreads, shared_bytes_on<Shape>(major), stream>>>(params);
     }
     error = cudaGetLastError();
   });
@@ -156,10 +187,27 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
   if (blocks == 0) {
     return cudaSuccess;
   }
-  const bool known = visit_head_dim(dim, [&]<class Tag>(Tag) {
-    merge_kernel<Tag::kDim><<<blocks, kMergeThreads, kMergeSharedBytes, stream>>>(params);
+  int major = 0;
+  cudaError_t error = current_major(&major);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  // Begins when the blocks of the kernel before say so, and waits for its end. In a graph that is
+  // captured it is an edge of its own kind, which captures know from CUDA 12.3 on.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kMergeThreads);
+  config.dynamicSmemBytes = kMergeSharedBytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = CUDART_VERSION >= 12030 && major >= 9 ? 1 : 0;
+  const bool known = visit_value_dim(dim, [&]<class Tag>(Tag) {
+    error = cudaLaunchKernelEx(&config, merge_kernel<Tag::kDim>, params);
   });
-  return known ? cudaGetLastError() : cudaErrorInvalidValue;
+  return known ? error : cudaErrorInvalidValue;
 }
 
 cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,

@@ -35,7 +35,9 @@ bool decode_shape(const DecodeKernel& kernel, int major, Residency* out);
 cudaError_t launch_decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
                           cudaStream_t stream);
 // n_merges, n_tokens: for so many there are blocks; where params count them on the device there may
-// be more.
+// be more. dim: channels of a result. The merge begins before the launch in front of it on the
+// stream has ended, if that lets it (DecodeParams::merge_follows), and waits for its end before it
+// reads anything.
 cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_merges,
                          cudaStream_t stream);
 // codec: of the pages.

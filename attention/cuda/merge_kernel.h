@@ -3,6 +3,9 @@
 // formula is that of base/merge.h for many states at once; empty ones (lse = -inf) count nothing.
 // A head's sink is one more of them, with o = 0.
 //
+// It may begin while the kernel before it runs (DecodeParams::merge_follows), and waits for its
+// end.
+//
 // One block of kMergeThreads per row. All lse are loaded first, side by side; then threads read the
 // states, 4 channels each, groups of threads taking every kGroups-th state. The order of additions
 // depends on the number of states and on the dimension only.
@@ -120,6 +123,7 @@ KVM_GPU void merge_row(const MergeParams& p, const Merge& merge, uint32_t row) {
 // Does the work of one thread of one block.
 template <uint32_t kDim>
 KVM_GPU void merge_thread(const MergeParams& p) {
+  wait_for_kernel_before();
   const uint32_t n_rows =
       p.n_merges != nullptr ? load_global<uint32_t>(p.n_merges) * p.rows : block_count();
   // No barrier between rows: what a row writes first nobody reads behind the last barrier of the

@@ -18,6 +18,20 @@ KVM_GPU uint32_t list_token(const Request& request, uint32_t token) {
                                  : request.second + (token - request.n_first);
 }
 
+// The list token that query token `query` of a request is.
+KVM_GPU uint32_t query_list_token(const Request& request, uint32_t query) {
+  const uint32_t end = request.n_tokens > request.n_first
+                           ? request.second + (request.n_tokens - request.n_first)
+                           : request.first + request.n_tokens;
+  return end - request.n_query + query;
+}
+
+// Says whether a row whose query token is list token `own` sees a list token.
+KVM_GPU bool sees(const Sight& sight, uint32_t own, uint32_t list) {
+  return list <= own && own - list < sight.window &&
+         (list < sight.n_sinks || own - list < sight.n_recent);
+}
+
 // Returns the address of the layer's part of a page: its row of K of head 0, token 0.
 KVM_GPU uint8_t* page_of(const PagePool& pool, const PageClass& of, uint32_t entry) {
   return pool.segments[entry >> kEntrySlotBits] +

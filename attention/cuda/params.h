@@ -3,11 +3,12 @@
 // emulator.
 //
 // Keys and values lie in pages as docs/storage.md describes them: a K plane
-// [head of the class][page token][dim], then a V plane of the same shape; where rows are bytes,
-// then planes of scales in bf16, [head][page token], of K and of V. A page is named by an entry of
-// 32 bits, segment << 22 | slot: segments are what one process has mapped of the device pool, so
-// entries mean the same to every process and addresses need not. A page may hold several layers,
-// their parts one behind the other: one page table then serves them all.
+// [head of the class][page token][dim], then a V plane of the same shape; where rows are narrower
+// than 16 bits an element, then planes of parameters in bf16, of K and of V: a scale [head][page
+// token] of rows of bytes; scale and zero [head][page token][dim / 64] of rows of 4 bits. A page is
+// named by an entry of 32 bits, segment << 22 | slot: segments are what one process has mapped of
+// the device pool, so entries mean the same to every process and addresses need not. A page may
+// hold several layers, their parts one behind the other: one page table then serves them all.
 //
 // A request attends, with the heads of one class, to tokens of one page list. Heads of a layer that
 // keep different tokens are different requests with the same queries, in one launch: a head that
@@ -26,7 +27,9 @@ namespace kvm::attention::gpu {
 
 inline constexpr uint32_t kMaxSegments = 64;
 inline constexpr uint32_t kMaxClasses = 16;
+// LIMIT: q heads per kv head, and where keys have kMlaDim channels.
 inline constexpr uint32_t kMaxGpuGroup = 16;
+inline constexpr uint32_t kMaxMlaGroup = 128;
 inline constexpr uint32_t kEntrySlotBits = 22;
 inline constexpr uint32_t kEntrySlotMask = (1u << kEntrySlotBits) - 1;
 // LIMIT: tokens of a page list; the division below is exact up to here.
@@ -56,12 +59,12 @@ constexpr Divider make_divider(uint32_t divisor) {
 // A PageClass says how pages of one head class lie.
 struct PageClass {
   uint64_t page_bytes = 0;         // LIMIT: below 4 GiB
-  uint64_t v_offset_bytes = 0;     // from a row of K to the same row of V
+  uint64_t v_offset_bytes = 0;     // from a row of K to the same row of V; 0: V is in K
   uint32_t head_stride_bytes = 0;  // from head to head inside a plane
   uint32_t heads_first = 0;        // into PagePool::heads
   uint32_t n_heads = 0;
-  uint32_t scales_offset_bytes = 0;    // of rows of bytes: from a page to the scales of K
-  uint32_t v_scales_offset_bytes = 0;  // from the scale of a row of K to that of V
+  uint32_t scales_offset_bytes = 0;    // of narrow rows: from a page to the parameters of K
+  uint32_t v_scales_offset_bytes = 0;  // from those of a row of K to those of V
   uint32_t layer_offset_bytes = 0;     // from a page to the part of it that is the layer's
 };
 
@@ -95,6 +98,15 @@ struct Request {
   uint32_t page_class = 0;
   uint32_t tree_first = kNoTree;
   uint32_t tree_list = 0;
+};
+
+// A Sight says what rows see, in the prefill kernel, of the tokens up to their own: a row whose
+// query token is list token t sees list token s where t - s is below `window`, and s below n_sinks
+// or t - s below n_recent.
+struct Sight {
+  uint32_t window = UINT32_MAX;
+  uint32_t n_sinks = 0;
+  uint32_t n_recent = UINT32_MAX;
 };
 
 // A Work is a stretch of tokens of (request, head) against a block of rows. Row r of a request is
@@ -134,9 +146,9 @@ struct AttendTensors {
   float* lse = nullptr;  // or null
   int64_t lse_stride_token = 0;
   int64_t lse_stride_head = 0;
-  Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are bytes, kF16 or kBf16
+  Dtype dtype_q = Dtype::kBf16;  // that of the keys; where these are narrow, kF16 or kBf16
   Dtype dtype_o = Dtype::kF32;   // kF32, kF16, kBf16
-  uint32_t group = 1;            // q heads per kv head, 1 to kMaxGpuGroup
+  uint32_t group = 1;            // q heads per kv head, 1 to max_group
   // [q head] a logit without a value that counts in every sum of the head, or null; -inf counts
   // nothing. Where a row's pieces are merged it counts there, once. At most 2^127.
   const float* sink_logits = nullptr;
@@ -149,13 +161,18 @@ struct DecodeParams {
   const float* log_weights = nullptr;
   const uint64_t* tree_mask = nullptr;  // [token of the query tensor]; of requests with a tree
   const Work* work = nullptr;           // block b begins with piece b
-  // Partial states: o [slot][rows of a block][dim], normalised, and lse [slot][rows of a block].
+  // Partial states: o [slot][rows of a block][value_dim], normalised, and lse [slot][rows of a
+  // block].
   float* partial_o = nullptr;
   float* partial_lse = nullptr;
   float scale_log2 = 1.0f;  // softmax scale times log2(e)
   // Soft cap c of logits, c * tanh(logit / c): c times log2(e), 0 for none; and 2 / c.
   float softcap_log2 = 0.0f;
   float softcap_rate = 0.0f;
+  // The next launch on the stream merges the partial states. It may begin early, and waits for this
+  // one; whatever else is launched next might not.
+  bool merge_follows = false;
+  Sight sights[kMaxClasses] = {};  // [page class], of the prefill kernel
 };
 
 // REQUIRES: softcap is 0 or positive.
@@ -177,33 +194,80 @@ struct MergeParams {
   uint32_t block_rows = 0;  // row stride of the partial states
 };
 
-// Says whether there are kernels for pages of the codec.
+// Says whether there are kernels for pages of the codec. Of those that CPUs encode by the page,
+// only the one whose rows need nothing of their neighbours: a device encodes them as they come.
 constexpr bool is_on_devices(CodecId id) {
   const codecs::Codec& codec = codecs::codec_of(id);
-  return codec.has_kernels() && codec.elem != vec::kElemF32;
+  return id == codecs::kI4 || (codec.has_kernels() && codec.elem != vec::kElemF32);
 }
 
-// Channels of heads that there are kernels for; in rows of bytes not all of them.
+// Bytes of the parameters of a row: of its scale, or of the steps of its groups. REQUIRES:
+// is_on_devices.
+constexpr uint32_t row_params_bytes(CodecId codec, uint32_t dim) {
+  const codecs::Codec& of = codecs::codec_of(codec);
+  return of.is_scaled() ? static_cast<uint32_t>(of.head_params_bytes(dim) / kPageTokens) : 0;
+}
+
+// Channels of heads that there are kernels for; in rows of 4 bits not all of them.
 inline constexpr uint32_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
 
-// Says whether there are kernels for heads of so many channels in pages of the codec, which has
-// some.
-constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
-  const bool of_bytes = vec::elem_bytes(codecs::codec_of(codec).elem) == 1;
-  return dim == 64 || dim == 128 || dim == 256 ||
-         (!of_bytes && (dim == 80 || dim == 96 || dim == 192));
+// Multi-head latent attention (mla_kernel.h): keys of so many channels, of which the first ones are
+// the value. Rows are stored once; pages of two bytes an element.
+inline constexpr uint32_t kMlaDim = 576;
+inline constexpr uint32_t kMlaValueDim = 512;
+
+// Channels of keys that there are kernels for.
+inline constexpr uint32_t kKeyDims[] = {64, 80, 96, 128, 192, 256, kMlaDim};
+
+// Channels of a value, and of a result, where keys have so many.
+constexpr uint32_t value_dim(uint32_t dim) { return dim == kMlaDim ? kMlaValueDim : dim; }
+
+// The most q heads that share a kv head, where keys have so many channels.
+constexpr uint32_t max_group(uint32_t dim) { return dim == kMlaDim ? kMaxMlaGroup : kMaxGpuGroup; }
+
+// Says whether there are MLA kernels for pages of the codec.
+constexpr bool is_mla_on_devices(CodecId codec) {
+  return is_on_devices(codec) && codecs::codec_of(codec).bits() == 16;
 }
 
-// A DecodeKernel names one kernel: codec of K and V; channels; rows of a block (block_rows_for).
+// Says whether there are kernels for heads of so many channels, of K and V alike, in pages of the
+// codec, which has some.
+constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
+  return dim == 64 || dim == 128 || dim == 256 ||
+         (codec != codecs::kI4 && (dim == 80 || dim == 96 || dim == 192));
+}
+
+// Rows of a block of the prefill kernel, whatever the codec and the dim.
+inline constexpr uint32_t kPrefillRows = 128;
+
+// Says whether the prefill kernel has them. It has no rows of 4 bits: of a tile with a step that is
+// not a number, the warp that reads the tile takes it out, and here all warps read it. Nor bytes of
+// 80 channels: a warp copies 32 rows of them at least, which makes tiles of 128 tokens, whose
+// scores registers do not hold. Nor latent rows.
+constexpr bool is_prefill_on_devices(CodecId codec, uint32_t dim) {
+  return codec != codecs::kI4 && is_head_dim_on_devices(codec, dim) &&
+         (dim != 80 || codecs::codec_of(codec).bits() == 16);
+}
+
+// A DecodeKernel names one kernel: codec of K and V; channels of K; rows of a block:
+// block_rows_for, or kPrefillRows of the prefill kernel.
 struct DecodeKernel {
   CodecId codec = CodecId::kBf16;
   uint32_t dim = 0;
   uint32_t block_rows = 16;
 };
 
-// Rows of a block where the largest request has `rows`: 32 where there is such a shape (shapes.h).
+// Rows of a block that there may be.
+inline constexpr uint32_t kBlockRows[] = {16, 32, 64, kPrefillRows};
+
+// Rows of a block where the largest request has `rows`: as many, where there is such a shape
+// (shapes.h).
 constexpr uint32_t block_rows_for(CodecId codec, uint32_t dim, uint32_t rows) {
-  const uint32_t most_dim = vec::elem_bytes(codecs::codec_of(codec).elem) == 1 ? 64 : 128;
+  if (dim == kMlaDim) {
+    return rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  }
+  const uint32_t bits = codecs::codec_of(codec).bits();
+  const uint32_t most_dim = bits == 4 ? 64 : bits == 8 ? 96 : 128;
   return rows <= 16 || dim > most_dim ? 16 : 32;
 }
 
@@ -219,7 +283,7 @@ struct AppendToken {
 struct AppendParams {
   PagePool pool;
   const uint32_t* page_table = nullptr;
-  // Element (token, kv head, channel) as in AttendTensors.
+  // Element (token, kv head, channel) as in AttendTensors. Where V is in K there is no v.
   const void* k = nullptr;
   const void* v = nullptr;
   int64_t stride_token = 0;

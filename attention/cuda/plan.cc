@@ -2,6 +2,9 @@
 #include "attention/cuda/plan.h"
 
 #include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
 
 #include "base/assert.h"
 #include "base/round.h"
@@ -9,13 +12,63 @@
 namespace kvm::attention::gpu {
 namespace {
 
-// Items of one request and one page class are of one length.
+uint32_t row_blocks_of(const Request& request, const PlanOptions& options) {
+  return static_cast<uint32_t>(
+      div_up(uint64_t{request.n_query} * options.group, options.block_rows));
+}
+
 uint32_t items_of(const Request& request, std::span<const PageClass> classes,
                   const PlanOptions& options) {
   KVM_ASSERT(request.n_query >= 1 && request.n_tokens + 1 >= request.n_query);
-  const auto row_blocks =
-      static_cast<uint32_t>(div_up(uint64_t{request.n_query} * options.group, options.block_rows));
-  return classes[request.page_class].n_heads * row_blocks;
+  return classes[request.page_class].n_heads * row_blocks_of(request, options);
+}
+
+// What a block of rows reads: the first `n_tokens` tokens of `request`.
+struct BlockSight {
+  Request request;
+  uint32_t n_tokens = 0;
+};
+
+// Of query tokens [first, last] of a request, in the prefill kernel: what none of them sees is not
+// among its tokens.
+BlockSight seen_by(const Request& whole, const Sight& sight, uint32_t first, uint32_t last) {
+  KVM_ASSERT(whole.first == 0 && whole.n_first == whole.n_tokens && whole.tree_first == kNoTree);
+  const uint32_t end = whole.n_tokens;
+  // Tokens up to the first row's own; 0 where the list is empty and it has none.
+  const uint32_t n_before = end - whole.n_query + first + 1;
+  const auto from = [n_before](uint32_t reach) { return n_before > reach ? n_before - reach : 0; };
+  const uint32_t sinks = from(sight.window), sinks_end = std::min(sight.n_sinks, end);
+  const uint32_t rest = from(std::min(sight.window, sight.n_recent));
+  BlockSight seen{whole, 0};
+  Request& request = seen.request;
+  if (sinks < sinks_end && sinks_end < rest) {
+    request.first = sinks;
+    request.n_first = sinks_end - sinks;
+    request.second = rest;
+    request.n_tokens = request.n_first + (end - rest);
+  } else {
+    request.first = sinks < sinks_end ? sinks : rest;
+    request.n_first = request.n_tokens = end - request.first;
+  }
+  seen.n_tokens = request.n_tokens - std::min(request.n_tokens, whole.n_query - 1 - last);
+  return seen;
+}
+
+// Calls visit(seen, row_first, n_rows) for the blocks of rows of a request, until it says false.
+template <class Visit>
+void visit_row_blocks(const Request& request, const PlanOptions& options, Visit visit) {
+  const uint32_t rows = request.n_query * options.group;
+  for (uint32_t row = 0; row < rows; row += options.block_rows) {
+    const uint32_t n = std::min(rows - row, options.block_rows);
+    const bool goes_on = options.sights.empty()
+                             ? visit(BlockSight{request, request.n_tokens}, row, n)
+                             : visit(seen_by(request, options.sights[request.page_class],
+                                             row / options.group, (row + n - 1) / options.group),
+                                     row, n);
+    if (!goes_on) {
+      return;
+    }
+  }
 }
 
 // A Filler fills blocks one after the other, each up to `load` tokens.
@@ -24,9 +77,10 @@ class Filler {
   Filler(uint64_t load, const PlanOptions& options)
       : load_(static_cast<int64_t>(load)), options_(options), room_(load_) {}
 
-  // Calls piece(begin, end, block) for the pieces of an item of `n_tokens` tokens.
+  // Calls piece(begin, end, block) for the pieces of an item of `n_tokens` tokens, which is cut, if
+  // that is fixed, every so many.
   template <class Piece>
-  void fill(uint32_t n_tokens, Piece piece) {
+  void fill(uint32_t n_tokens, uint64_t fixed_tokens, Piece piece) {
     uint32_t begin = 0;
     do {
       const uint32_t left = n_tokens - begin;
@@ -34,8 +88,8 @@ class Filler {
       if (room_ < least && used_) {
         next_block();
       }
-      const uint32_t take =
-          std::min(left, options_.fixed_tokens != 0 ? fixed_piece(n_tokens) : piece_for_room(left));
+      const uint32_t take = std::min(
+          left, fixed_tokens != 0 ? fixed_piece(n_tokens, fixed_tokens) : piece_for_room(left));
       piece(begin, begin + take, block_);
       used_ = true;
       room_ -= int64_t{take} + options_.overhead_tokens;
@@ -43,8 +97,8 @@ class Filler {
     } while (begin < n_tokens);
   }
   // The same for n items, without saying where their pieces are.
-  void fill_all(uint32_t n_tokens, uint32_t n) {
-    const bool is_whole = options_.fixed_tokens == 0 || n_tokens <= fixed_piece(n_tokens);
+  void fill_all(uint32_t n_tokens, uint64_t fixed_tokens, uint32_t n) {
+    const bool is_whole = fixed_tokens == 0 || n_tokens <= fixed_piece(n_tokens, fixed_tokens);
     const int64_t costs = int64_t{n_tokens} + options_.overhead_tokens;
     while (n != 0) {
       // As many as fit whole, at once.
@@ -55,7 +109,7 @@ class Filler {
         n -= static_cast<uint32_t>(fit);
       }
       if (n != 0) {
-        fill(n_tokens, [](uint32_t, uint32_t, uint32_t) {});
+        fill(n_tokens, fixed_tokens, [](uint32_t, uint32_t, uint32_t) {});
         --n;
       }
     }
@@ -71,8 +125,7 @@ class Filler {
   uint32_t least_piece() const {
     return options_.fixed_tokens != 0 ? options_.fixed_tokens : options_.least_tokens;
   }
-  uint32_t fixed_piece(uint32_t n_tokens) const {
-    uint64_t piece = options_.fixed_tokens;
+  static uint32_t fixed_piece(uint32_t n_tokens, uint64_t piece) {
     while (div_up(n_tokens, piece) > kMaxMergeSlots) {
       piece *= 2;
     }
@@ -100,6 +153,45 @@ class Filler {
   bool used_ = false;  // the current block has work
 };
 
+// Items of the request are cut every so many tokens; 0 = where blocks end.
+uint64_t fixed_tokens_of(const Request& request, const PlanOptions& options) {
+  return uint64_t{options.fixed_tokens} *
+         (options.sights.empty() ? 1 : row_blocks_of(request, options));
+}
+
+// Calls visit(n_tokens, n) for the items of a request, n that follow each other having so many
+// tokens, until it says false.
+template <class Visit>
+void visit_lengths(const Request& request, std::span<const PageClass> classes,
+                   const PlanOptions& options, Visit visit) {
+  if (options.sights.empty()) {
+    visit(request.n_tokens, items_of(request, classes, options));
+    return;
+  }
+  bool goes_on = true;
+  for (uint32_t head = 0; head < classes[request.page_class].n_heads && goes_on; ++head) {
+    visit_row_blocks(request, options, [&](const BlockSight& seen, uint32_t, uint32_t) {
+      return goes_on = visit(seen.n_tokens, 1u);
+    });
+  }
+}
+
+// Of all items, overheads included.
+uint64_t total_tokens(std::span<const Request> requests, std::span<const PageClass> classes,
+                      const PlanOptions& options) {
+  uint64_t total = 0;
+  for (const Request& request : requests) {
+    const uint64_t fixed = fixed_tokens_of(request, options);
+    visit_lengths(request, classes, options, [&](uint32_t n_tokens, uint32_t n) {
+      // Fixed pieces count their overhead each.
+      const uint64_t pieces = fixed == 0 ? 1 : div_up(n_tokens, fixed) + 1;
+      total += (n_tokens + pieces * options.overhead_tokens) * n;
+      return true;
+    });
+  }
+  return total;
+}
+
 // How much each block gets, and how many blocks that makes.
 struct Load {
   uint64_t tokens = 0;
@@ -114,22 +206,17 @@ Load choose_load(std::span<const Request> requests, std::span<const PageClass> c
   const auto blocks_for = [&](uint64_t tokens) {
     Filler filler(tokens, options);
     for (const Request& request : requests) {
-      filler.fill_all(request.n_tokens, items_of(request, classes, options));
+      visit_lengths(request, classes, options, [&](uint32_t n_tokens, uint32_t n) {
+        filler.fill_all(n_tokens, fixed_tokens_of(request, options), n);
+        return filler.n_blocks() <= options.blocks;
+      });
       if (filler.n_blocks() > options.blocks) {
         break;
       }
     }
     return filler.n_blocks();
   };
-  uint64_t total = 0;
-  for (const Request& request : requests) {
-    // Fixed pieces count their overhead each.
-    const uint64_t pieces = options.fixed_tokens == 0
-                                ? 1
-                                : div_up(request.n_tokens, uint64_t{options.fixed_tokens}) + 1;
-    total +=
-        (request.n_tokens + pieces * options.overhead_tokens) * items_of(request, classes, options);
-  }
+  const uint64_t total = total_tokens(requests, classes, options);
   // Cuts add overheads, so the least load is not below the even share. What they and pieces that
   // are not cut add is mostly less than the first margin.
   uint64_t too_little = total / options.blocks;
@@ -185,13 +272,94 @@ class Writer {
   uint32_t last_ = 0;
 };
 
+Work work_of(const BlockSight& seen, const PageClass& of, std::span<const uint16_t> heads,
+             uint32_t head, uint32_t row) {
+  Work work;
+  work.request = seen.request;
+  work.head = static_cast<uint16_t>(head);
+  work.kv_head = heads[of.heads_first + head];
+  work.row_first = row;
+  work.end = seen.n_tokens;
+  return work;
+}
+
+// A Whole gives items to blocks whole: the longest one first, to the block that has least.
+class Whole {
+ public:
+  Whole(std::span<const Request> requests, std::span<const PageClass> classes,
+        const PlanOptions& options)
+      : options_(options) {
+    for (const Request& request : requests) {
+      visit_row_blocks(request, options, [&](const BlockSight& seen, uint32_t row, uint32_t) {
+        kinds_.push_back({seen, row});
+        return true;
+      });
+    }
+    std::stable_sort(kinds_.begin(), kinds_.end(), [](const Kind& a, const Kind& b) {
+      return a.seen.n_tokens > b.seen.n_tokens;
+    });
+    using Loaded = std::pair<uint64_t, uint32_t>;  // tokens, block
+    std::priority_queue<Loaded, std::vector<Loaded>, std::greater<>> least;
+    for (uint32_t block = 0; block < options.blocks; ++block) {
+      least.emplace(0, block);
+    }
+    for (uint32_t kind = 0; kind < kinds_.size(); ++kind) {
+      const BlockSight& seen = kinds_[kind].seen;
+      const uint64_t tokens = uint64_t{seen.n_tokens} + options.overhead_tokens;
+      for (uint32_t head = 0; head < classes[seen.request.page_class].n_heads; ++head) {
+        const auto [had, block] = least.top();
+        least.pop();
+        least.emplace(had + tokens, block);
+        items_.push_back({kind, head, block});
+        total_ += tokens;
+        longest_ = std::max(longest_, had + tokens);
+      }
+    }
+    n_blocks_ = static_cast<uint32_t>(std::min<uint64_t>(options.blocks, items_.size()));
+    std::stable_sort(items_.begin(), items_.end(),
+                     [](const Item& a, const Item& b) { return a.block < b.block; });
+  }
+
+  // Says whether cutting items would gain little: an eighth, or what no cut could be made of.
+  bool is_even() const {
+    const uint64_t even = total_ / options_.blocks;
+    return longest_ <= std::max<uint64_t>(even + even / 8, 2 * uint64_t{options_.least_tokens} +
+                                                               options_.overhead_tokens);
+  }
+  uint32_t n_blocks() const { return n_blocks_; }
+  void write(std::span<const PageClass> classes, std::span<const uint16_t> heads,
+             Writer* writer) const {
+    for (const Item& item : items_) {
+      const Kind& kind = kinds_[item.kind];
+      const PageClass& of = classes[kind.seen.request.page_class];
+      writer->add(work_of(kind.seen, of, heads, item.head, kind.row), item.block);
+    }
+  }
+
+ private:
+  // What items of all heads of a class have in common.
+  struct Kind {
+    BlockSight seen;
+    uint32_t row;
+  };
+  struct Item {
+    uint32_t kind, head, block;
+  };
+
+  const PlanOptions& options_;
+  std::vector<Kind> kinds_;
+  std::vector<Item> items_;
+  uint64_t total_ = 0, longest_ = 0;  // tokens, overheads included: of all blocks, and of one
+  uint32_t n_blocks_ = 0;
+};
+
 }  // namespace
 
 PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
                        std::span<const uint16_t> heads, const PlanOptions& options,
                        uint32_t n_first, std::span<Work> work, std::vector<Merge>* merges) {
   KVM_ASSERT(options.blocks >= 1 && options.blocks <= kMaxMergeSlots);
-  KVM_ASSERT(options.group >= 1 && options.group <= 16);
+  KVM_ASSERT(options.group >= 1 && options.group <= kMaxMlaGroup);
   KVM_ASSERT(options.least_tokens % kCutTokens == 0 && options.least_tokens > 0);
   PlanCounts counts;
   merges->clear();
@@ -201,15 +369,26 @@ PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageCl
     counts.n_work = n_first;
     return counts;
   }
+  if (!options.sights.empty() && options.fixed_tokens == 0) {
+    const Whole whole(requests, classes, options);
+    if (whole.is_even()) {
+      KVM_ASSERT(n_first == 0 || n_first >= whole.n_blocks());
+      counts.n_blocks = whole.n_blocks();
+      Writer writer(n_first == 0 ? counts.n_blocks : n_first, work);
+      whole.write(classes, heads, &writer);
+      counts.n_work = writer.n();
+      return counts;
+    }
+  }
   const Load load = choose_load(requests, classes, options);
   counts.n_blocks = load.n_blocks;
   KVM_ASSERT(n_first == 0 || n_first >= load.n_blocks);
   Filler filler(load.tokens, options);
   Writer writer(n_first == 0 ? load.n_blocks : n_first, work);
-  const auto add_item = [&](Work whole, uint32_t rows) {
+  const auto add_item = [&](Work whole, uint32_t n_tokens, uint64_t fixed_tokens, uint32_t rows) {
     Work* first = nullptr;
     uint32_t n_pieces = 0;
-    filler.fill(whole.request.n_tokens, [&](uint32_t begin, uint32_t end, uint32_t block) {
+    filler.fill(n_tokens, fixed_tokens, [&](uint32_t begin, uint32_t end, uint32_t block) {
       whole.begin = begin;
       whole.end = end;
       whole.slot = n_pieces == 0 ? -1 : static_cast<int32_t>(counts.n_slots + n_pieces);
@@ -230,17 +409,13 @@ PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageCl
   };
   for (const Request& request : requests) {
     const PageClass& of = classes[request.page_class];
-    const uint32_t rows = request.n_query * options.group;
+    const uint64_t fixed_tokens = fixed_tokens_of(request, options);
     for (uint32_t head = 0; head < of.n_heads; ++head) {
       // Blocks of rows of one item stand side by side: the second reads K and V from the cache.
-      for (uint32_t row = 0; row < rows; row += options.block_rows) {
-        Work whole;
-        whole.request = request;
-        whole.head = static_cast<uint16_t>(head);
-        whole.kv_head = heads[of.heads_first + head];
-        whole.row_first = row;
-        add_item(whole, std::min(rows - row, options.block_rows));
-      }
+      visit_row_blocks(request, options, [&](const BlockSight& seen, uint32_t row, uint32_t n) {
+        add_item(work_of(seen, of, heads, head, row), seen.n_tokens, fixed_tokens, n);
+        return true;
+      });
     }
   }
   KVM_ASSERT(filler.n_blocks() == load.n_blocks);
@@ -253,7 +428,8 @@ DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageCl
   // Every cut is the end of a block, or as far from the last one as fixed_tokens says.
   uint64_t most = options.blocks;
   for (const Request& request : requests) {
-    const uint64_t cuts = options.fixed_tokens == 0 ? 0 : request.n_tokens / options.fixed_tokens;
+    const uint64_t fixed = fixed_tokens_of(request, options);
+    const uint64_t cuts = fixed == 0 ? 0 : request.n_tokens / fixed;
     most += (cuts + 1) * items_of(request, classes, options);
   }
   DecodePlan plan;

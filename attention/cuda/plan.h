@@ -6,6 +6,12 @@
 // has. A block may end one item and begin the next; an item that is cut leaves partial states,
 // which the merge kernel makes one. There are at most items + blocks pieces.
 //
+// Of the prefill kernel's items each is as long as what its rows see: the tokens up to its last
+// row, but for those that the window or the policy hides from its first one. Where these items,
+// whole, go to blocks about evenly, the longest one first to who has least (Graham, "Bounds on
+// Multiprocessing Timing Anomalies", 1969), none is cut; where they do not, a few rows behind a
+// long context among them, all blocks get the same as above.
+//
 // A plan depends on lengths and on where page lists begin in the page table, so one serves all
 // layers of a step whose page tables have the same shape.
 // Threads: pure.  Memory: the vectors of the result.  Errors: none; REQUIRES are the caller's.
@@ -30,8 +36,16 @@ struct PlanOptions {
   uint32_t least_tokens = 256;
   // Reproducible results: items are cut every so many tokens (doubled until kMaxMergeSlots
   // suffice), whatever else is in the launch and however many blocks there are. 0 = for speed.
+  // In plans of the prefill kernel, times the blocks of rows that the request has.
   uint32_t fixed_tokens = 0;
+  // [page class] what rows see, for the prefill kernel. Empty: for the decode kernel, of which
+  // every block of rows reads all tokens of its request.
+  std::span<const Sight> sights;
 };
+
+// No piece of the prefill kernel is shorter: its partial state has as many bytes as 128 tokens of
+// bf16, and is written and read again.
+inline constexpr uint32_t kLeastPrefillTokens = 512;
 
 // Cuts lie at multiples of this many tokens of a request.
 inline constexpr uint32_t kCutTokens = 64;
@@ -47,8 +61,9 @@ struct PlanCounts {
 // keeps n_first places for them (0: as many as there are blocks); those of blocks without work stay
 // as they are. Where `work` is too short, n_work says how long it should be and pieces are missing.
 // REQUIRES: requests refer to `classes`, and classes to `heads`; 1 <= n_query, and n_query <=
-// n_tokens unless both n_query is 1 and n_tokens 0; 1 <= group <= 16; 1 <= blocks; n_first is 0 or
-// at least `blocks`.
+// n_tokens unless both n_query is 1 and n_tokens 0; 1 <= group <= kMaxMlaGroup; 1 <= blocks;
+// n_first is 0 or at least `blocks`; with sights, requests are of all tokens of a list from the
+// first one on, and have no tree.
 PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
                        std::span<const uint16_t> heads, const PlanOptions& options,
                        uint32_t n_first, std::span<Work> work, std::vector<Merge>* merges);

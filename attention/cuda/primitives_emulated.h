@@ -28,6 +28,9 @@ KVM_GPU uint32_t block_count() { return emulator::current_block_count(); }
 KVM_GPU void sync_warp() { emulator::sync_warp(); }
 KVM_GPU void sync_block() { emulator::sync_block(); }
 
+KVM_GPU void let_next_kernel_begin() { emulator::let_next_kernel_begin(); }
+KVM_GPU void wait_for_kernel_before() { emulator::wait_for_kernel_before(); }
+
 KVM_GPU uint64_t shuffle(uint64_t value, uint32_t lane) { return emulator::shuffle(value, lane); }
 KVM_GPU uint32_t shuffle(uint32_t value, uint32_t lane) {
   return static_cast<uint32_t>(emulator::shuffle(value, lane));
@@ -48,6 +51,9 @@ KVM_GPU void copy_async_16(SharedAddress to, const void* from) {
 }
 KVM_GPU void copy_async_4(SharedAddress to, const void* from, bool valid) {
   emulator::copy_async(to, from, 4, valid);
+}
+KVM_GPU void copy_async_8(SharedAddress to, const void* from, bool valid) {
+  emulator::copy_async(to, from, 8, valid);
 }
 KVM_GPU void copy_async_commit() { emulator::copy_async_commit(); }
 template <uint32_t kNewest>
@@ -103,7 +109,7 @@ KVM_GPU void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 
 template <Element kElement>
 KVM_GPU uint32_t pack(float low, float high) {
-  static_assert(!kIsScaled<kElement>);
+  static_assert(!kIsNarrow<kElement>);
   const auto convert = kElement == Element::kBf16 ? &f32_to_bf16 : &f32_to_f16;
   return static_cast<uint32_t>(convert(low)) | static_cast<uint32_t>(convert(high)) << 16;
 }

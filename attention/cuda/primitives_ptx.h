@@ -19,6 +19,17 @@ KVM_GPU uint32_t block_count() { return gridDim.x; }
 KVM_GPU void sync_warp() { __syncwarp(); }
 KVM_GPU void sync_block() { __syncthreads(); }
 
+KVM_GPU void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+KVM_GPU void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
 KVM_GPU uint32_t shuffle(uint32_t value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }
 KVM_GPU uint64_t shuffle(uint64_t value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }
 KVM_GPU float shuffle(float value, uint32_t lane) { return __shfl_sync(~0u, value, lane); }
@@ -49,6 +60,11 @@ KVM_GPU void copy_async_16(SharedAddress to, const void* from) {
 KVM_GPU void copy_async_4(SharedAddress to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(valid ? 4 : 0)
+               : "memory");
+}
+KVM_GPU void copy_async_8(SharedAddress to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(valid ? 8 : 0)
                : "memory");
 }
 KVM_GPU void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
@@ -89,7 +105,7 @@ KVM_GPU void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 
 template <Element kElement>
 KVM_GPU uint32_t pack(float low, float high) {
-  static_assert(!kIsScaled<kElement>);
+  static_assert(!kIsNarrow<kElement>);
   uint32_t packed;
   if constexpr (kElement == Element::kBf16) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));

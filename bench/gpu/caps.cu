@@ -80,14 +80,17 @@ int run_kernels(const Args& args) {
   (void)args;
   using attention::gpu::DecodeKernel;
   for (const codecs::Codec& codec : codecs::kCodecs) {
-    for (const uint32_t dim : attention::gpu::kHeadDims) {
-      for (const uint32_t rows : {16u, 32u}) {
-        attention::gpu::Residency shape, of_sm_80;
+    for (const uint32_t dim : attention::gpu::kKeyDims) {
+      for (const uint32_t rows : attention::gpu::kBlockRows) {
+        attention::gpu::Residency shape, of_sm_80, of_sm_120;
         const DecodeKernel kernel{codec.id, dim, rows};
         if (attention::gpu::decode_shape(kernel, 9, &shape) &&
-            attention::gpu::decode_shape(kernel, 8, &of_sm_80)) {
-          std::printf("decode %s d%u rows%u threads %u shared %u on sm_80 %u\n", codec.name, dim,
-                      rows, shape.threads, shape.shared_bytes, of_sm_80.shared_bytes);
+            attention::gpu::decode_shape(kernel, 8, &of_sm_80) &&
+            attention::gpu::decode_shape(kernel, 12, &of_sm_120)) {
+          std::printf("%s %s d%u rows%u threads %u shared %u on sm_80 %u on sm_120 %u\n",
+                      rows == attention::gpu::kPrefillRows ? "prefill" : "decode", codec.name, dim,
+                      rows, shape.threads, shape.shared_bytes, of_sm_80.shared_bytes,
+                      of_sm_120.shared_bytes);
         }
       }
     }

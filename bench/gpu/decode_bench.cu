@@ -1,16 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode attention against its bars (U3). The ceiling is that of a plain kernel that reads the same
-// bytes, measured in the same run.
+// Decode and prefill attention against their bars (U3). Ceilings are those of plain kernels,
+// measured in the same run: one that reads the same bytes, one that multiplies matrices out of
+// registers.
 #include <algorithm>
 #include <string>
 #include <vector>
 
+#include "attention/cuda/primitives.h"
 #include "bench/gpu/device.h"
 #include "bench/gpu/workload.h"
 #include "codecs/codec.h"
 
 namespace kvm::bench::gpu {
 namespace {
+
+constexpr uint32_t kRounds = 4096, kSums = 8;
+
+// Multiplies what no memory is read for: kSums products that do not wait for each other, kRounds
+// times.
+__global__ void __launch_bounds__(128) product_kernel(float* out) {
+  using namespace attention::gpu;
+  float sums[kSums][4] = {};
+  const uint32_t a[4] = {thread_id(), lane_id(), 0x3f803f80u, 0x3f003f00u};
+#pragma unroll 1
+  for (uint32_t round = 0; round < kRounds; ++round) {
+#pragma unroll
+    for (float(&sum)[4] : sums) {
+      mma_16x8x16<Element::kBf16>(sum, a, round, 0x3f803f80u);
+    }
+  }
+  float all = 0;
+#pragma unroll
+  for (const float(&sum)[4] : sums) {
+    all += sum[0] + sum[1] + sum[2] + sum[3];
+  }
+  if (all == 0.12345f) {
+    *out = all;
+  }
+}
+
+// TFLOP/s of mma.sync, with as many warps as the prefill kernel has on an SM.
+double product_ceiling(const Args& args) {
+  const DeviceBuffer out(4);
+  const auto blocks = static_cast<unsigned>(2 * device_facts().sms);
+  const double flops = 4096.0 * kSums * kRounds * 4 * blocks;
+  const Effort effort = effort_for(flops / 4e8, args);
+  const double us = time_us(
+      [&](uint32_t, cudaStream_t stream) {
+        product_kernel<<<blocks, 128, 0, stream>>>(reinterpret_cast<float*>(out.data()));
+      },
+      effort.calls, effort.repeats);
+  return flops / us / 1e6;
+}
 
 class Bench {
  public:
@@ -37,17 +78,20 @@ class Bench {
     const Workload workload(spec, memory_);
     const double us = workload.measure_us(args_, least_us + 8);
     print_figure("decode", spec.name(), "us", us);
-    // Rows of bytes have as many numbers to compute with in half of the bytes.
-    const bool scaled = codecs::codec_of(spec.codec).is_scaled();
-    if (bytes >= 16e6) {
-      print_bar(
-          {"time", spec.name(), "us", us, least_us, 8 + least_us / (scaled ? 0.70 : 0.85), false});
+    // Narrow rows have as many numbers to compute with in half of the bytes, or a quarter.
+    const uint32_t bits = codecs::codec_of(spec.codec).bits();
+    const double narrow_share = bits == 4 ? 0.50 : 0.70;
+    const bool is_narrow = bits < 16;
+    if (bytes >= 16e6 && !spec.is_latent()) {
+      print_bar({"time", spec.name(), "us", us, least_us,
+                 8 + least_us / (is_narrow ? narrow_share : 0.85), false});
     }
-    const double limit = share_limit != 0            ? share_limit
-                         : scaled && bytes >= 256e6  ? 0.70
-                         : !scaled && bytes >= 512e6 ? 0.85
-                         : !scaled && bytes >= 256e6 ? 0.80
-                                                     : 0;
+    const double limit = share_limit != 0               ? share_limit
+                         : is_narrow && bytes >= 256e6  ? narrow_share
+                         : spec.is_latent()             ? 0
+                         : !is_narrow && bytes >= 512e6 ? 0.85
+                         : !is_narrow && bytes >= 256e6 ? 0.80
+                                                        : 0;
     if (limit != 0) {
       print_bar({"share of read ceiling", spec.name(), "fraction", least_us / us, 1, limit, true});
     }
@@ -139,10 +183,27 @@ class Bench {
     decode(spec);
   }
 
-  // Rows of bytes. Afterwards the memory holds such.
-  void bytes() {
+  // Latent rows, shared by the q heads of a rank of 8, 4, 2 and 1, and with a draft. There is no
+  // bar yet: docs/gpu.md has what is modelled.
+  void latent() {
+    for (const uint32_t q_heads : {16u, 32u, 64u, 128u}) {
+      for (const uint32_t n_query : {1u, 2u}) {
+        WorkloadSpec spec;
+        spec.dim = attention::gpu::kMlaDim;
+        spec.q_heads = spec.group = q_heads;
+        spec.n_query = n_query;
+        spec.lengths.assign(32, 16384);
+        if (fits(spec) && (n_query == 1 || !args_.quick)) {
+          decode(spec);
+        }
+      }
+    }
+  }
+
+  // Narrow rows. Afterwards the memory holds bytes.
+  void narrow() {
     fill_random_bytes(memory_.data(), memory_.size(), nullptr);
-    for (const CodecId codec : {CodecId::kI8, CodecId::kF8}) {
+    for (const CodecId codec : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
       WorkloadSpec spec;
       spec.codec = codec;
       for (const uint32_t batch : {1u, 2u, 8u}) {
@@ -166,6 +227,45 @@ class Bench {
       for (const uint32_t n_query : {4u, 8u}) {
         spec.n_query = n_query;
         decode(spec);
+      }
+    }
+  }
+
+  // Prompts, suffixes behind a prefix, few rows behind a long context. Of rows of bytes the memory
+  // holds such.
+  void prefills(CodecId codec) {
+    struct Suffix {
+      uint32_t n_query, length, batch;
+    };
+    const bool scaled = codecs::codec_of(codec).is_scaled();
+    const double ceiling = product_ceiling(args_);
+    print_figure("U1", "products of mma.sync", "TFLOP/s", ceiling);
+    for (const uint32_t dim : attention::gpu::kHeadDims) {
+      if (!attention::gpu::is_prefill_on_devices(codec, dim)) {
+        continue;
+      }
+      for (const Suffix of : {Suffix{8192, 8192, 1},
+                              {8192, 131072, 1},
+                              {2048, 16384, 4},
+                              {128, 131072, 1},
+                              {128, 4096, 16}}) {
+        WorkloadSpec spec;
+        spec.codec = codec;
+        spec.dim = dim;
+        spec.prefill = true;
+        spec.n_query = of.n_query;
+        spec.lengths.assign(of.batch, of.length);
+        if (!fits(spec) || (args_.quick && (dim != 128 || of.n_query == 2048))) {
+          continue;
+        }
+        const double least_us = spec.flops() / ceiling / 1e6;
+        const Workload workload(spec, memory_);
+        const double us = workload.measure_us(args_, least_us * 2 + 8);
+        print_figure("prefill", spec.name(), "us", us);
+        if (spec.flops() >= 1e11) {
+          print_bar({"share of products", spec.name(), "fraction", least_us / us, 1,
+                     scaled ? 0.35 : 0.50, true});
+        }
       }
     }
   }
@@ -200,7 +300,11 @@ int run_bench(const Args& args) {
   bench.skewed();
   bench.rows();
   bench.shapes();
-  bench.bytes();
+  bench.latent();
+  bench.prefills(CodecId::kBf16);
+  bench.narrow();
+  bench.prefills(CodecId::kI8);
+  bench.prefills(CodecId::kF8);
   return bars_missed() == missed ? 0 : 1;
 }
 

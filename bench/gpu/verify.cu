@@ -75,7 +75,7 @@ bool verify_case(const CaseSpec& spec, uint64_t seed) {
   check(launch_decode(DecodeKernel{spec.codec, spec.dim, one.block_rows()}, decode, plan.n_blocks,
                       nullptr),
         "decode kernel");
-  check(launch_merge(spec.dim, merge, static_cast<uint32_t>(plan.merges.size()), nullptr),
+  check(launch_merge(spec.dim_v(), merge, static_cast<uint32_t>(plan.merges.size()), nullptr),
         "merge kernel");
   check(cudaDeviceSynchronize(), spec.name.c_str());
   download(one.o.data(), o, one.o.size());

@@ -34,7 +34,15 @@ uint64_t WorkloadSpec::kv_bytes() const {
   for (const uint32_t length : lengths) {
     tokens += length;
   }
-  return tokens * (q_heads / group) * 2 * codecs::codec_of(codec).token_bytes(dim);
+  return tokens * (q_heads / group) * n_planes() * codecs::codec_of(codec).token_bytes(dim);
+}
+
+double WorkloadSpec::flops() const {
+  double pairs = 0;  // of query and token
+  for (const uint32_t length : lengths) {
+    pairs += (static_cast<double>(length) - (n_query - 1) / 2.0) * n_query;
+  }
+  return pairs * q_heads * dim * 4;
 }
 
 std::string WorkloadSpec::name() const {
@@ -44,7 +52,7 @@ std::string WorkloadSpec::name() const {
          std::to_string(group) + " kv" + std::to_string(q_heads / group) + " n" +
          std::to_string(lengths[0]) + (same ? "" : "+") + " b" + std::to_string(lengths.size()) +
          (n_query == 1 ? "" : " nq" + std::to_string(n_query)) + (tree ? " tree" : "") +
-         (softcap == 0 ? "" : " capped") +
+         (prefill ? " prefill" : "") + (softcap == 0 ? "" : " capped") +
          (ordered ? " contiguous" : " page" + std::to_string(page_tokens)) +
          (layers_per_page == 0 ? "" : " of " + std::to_string(layers_per_page) + " layers");
 }
@@ -55,10 +63,13 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
   PageClass of;
   of.n_heads = n_heads;
   of.head_stride_bytes = static_cast<uint32_t>(spec.page_tokens * codec.row_bytes(spec.dim));
-  of.v_offset_bytes = uint64_t{n_heads} * of.head_stride_bytes;
-  of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
-  of.v_scales_offset_bytes = codec.is_scaled() ? n_heads * spec.page_tokens * sizeof(uint16_t) : 0;
-  const uint64_t part_bytes = round_up(2 * (of.v_offset_bytes + of.v_scales_offset_bytes), 16);
+  const uint64_t plane_bytes = uint64_t{n_heads} * of.head_stride_bytes;
+  of.v_offset_bytes = spec.is_latent() ? 0 : plane_bytes;
+  of.scales_offset_bytes = static_cast<uint32_t>(2 * plane_bytes);
+  of.v_scales_offset_bytes =
+      n_heads * spec.page_tokens * attention::gpu::row_params_bytes(spec.codec, spec.dim);
+  const uint64_t part_bytes =
+      round_up(spec.n_planes() * (plane_bytes + of.v_scales_offset_bytes), 16);
   of.page_bytes = part_bytes * std::max(1u, spec.layers_per_page);
   classes_ = {of};
   heads_.resize(n_heads);
@@ -99,7 +110,7 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
   }
   const uint64_t rows = spec.lengths.size() * spec.n_query * spec.q_heads;
   q_ = DeviceBuffer(rows * spec.dim * 2);
-  o_ = DeviceBuffer(rows * spec.dim * 2);
+  o_ = DeviceBuffer(rows * spec.dim_v() * 2);
   lse_ = DeviceBuffer(rows * 4);
   fill_random(q_.data(), q_.size(), nullptr);
 
@@ -124,9 +135,10 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
     params.pool.page_tokens = attention::gpu::make_divider(spec.page_tokens);
     params.tensors.q = q_.data();
     params.tensors.o = o_.data();
-    params.tensors.q_stride_token = params.tensors.o_stride_token =
-        static_cast<int64_t>(spec.q_heads) * spec.dim;
-    params.tensors.q_stride_head = params.tensors.o_stride_head = spec.dim;
+    params.tensors.q_stride_token = static_cast<int64_t>(spec.q_heads) * spec.dim;
+    params.tensors.q_stride_head = spec.dim;
+    params.tensors.o_stride_token = static_cast<int64_t>(spec.q_heads) * spec.dim_v();
+    params.tensors.o_stride_head = spec.dim_v();
     params.tensors.lse = reinterpret_cast<float*>(lse_.data());
     params.tensors.lse_stride_token = spec.q_heads;
     params.tensors.lse_stride_head = 1;
@@ -144,7 +156,9 @@ Workload::Workload(const WorkloadSpec& spec, const DeviceBuffer& memory) : spec_
 
 DecodeKernel Workload::kernel() const {
   return {spec_.codec, spec_.dim,
-          attention::gpu::block_rows_for(spec_.codec, spec_.dim, spec_.n_query * spec_.group)};
+          spec_.prefill ? attention::gpu::kPrefillRows
+                        : attention::gpu::block_rows_for(spec_.codec, spec_.dim,
+                                                         spec_.n_query * spec_.group)};
 }
 
 uint32_t Workload::resident_blocks() const {
@@ -158,15 +172,21 @@ void Workload::plan(uint32_t blocks) {
   options.blocks = std::min(blocks, attention::gpu::kMaxMergeSlots);
   options.block_rows = kernel().block_rows;
   options.group = spec_.group;
+  const attention::gpu::Sight sight;
+  if (spec_.prefill) {
+    options.sights = {&sight, 1};
+    options.least_tokens = attention::gpu::kLeastPrefillTokens;
+  }
   plan_ = plan_decode(requests_, classes_, heads_, options);
   work_ = upload(std::span<const Work>(plan_.work));
   merges_ = upload(std::span<const Merge>(plan_.merges));
-  partial_o_ = DeviceBuffer(uint64_t{plan_.n_slots} * options.block_rows * spec_.dim * 4);
+  partial_o_ = DeviceBuffer(uint64_t{plan_.n_slots} * options.block_rows * spec_.dim_v() * 4);
   partial_lse_ = DeviceBuffer(uint64_t{plan_.n_slots} * options.block_rows * 4);
   for (DecodeParams& params : decode_) {
     params.work = reinterpret_cast<const Work*>(work_.data());
     params.partial_o = reinterpret_cast<float*>(partial_o_.data());
     params.partial_lse = reinterpret_cast<float*>(partial_lse_.data());
+    params.merge_follows = !plan_.merges.empty();
   }
   merge_.tensors = decode_[0].tensors;
   merge_.merges = reinterpret_cast<const Merge*>(merges_.data());
@@ -177,8 +197,8 @@ void Workload::plan(uint32_t blocks) {
 }
 
 void Workload::launch_merge(cudaStream_t stream) const {
-  check(attention::gpu::launch_merge(spec_.dim, merge_, static_cast<uint32_t>(plan_.merges.size()),
-                                     stream),
+  check(attention::gpu::launch_merge(spec_.dim_v(), merge_,
+                                     static_cast<uint32_t>(plan_.merges.size()), stream),
         "merge kernel");
 }
 

@@ -18,10 +18,11 @@ struct WorkloadSpec {
   std::vector<uint32_t> lengths;  // per sequence
   uint32_t q_heads = 32;
   uint32_t group = 4;
-  uint32_t dim = 128;
+  uint32_t dim = 128;  // of keys; with kMlaDim values are in them
   CodecId codec = CodecId::kBf16;
   uint32_t n_query = 1;
-  bool tree = false;  // of the query tokens, two branches; else one after the other
+  bool tree = false;     // of the query tokens, two branches; else one after the other
+  bool prefill = false;  // by the prefill kernel
   float softcap = 0.0f;
   uint32_t page_tokens = 64;
   bool ordered = false;  // pages lie in the order of the tokens; else at random
@@ -29,7 +30,12 @@ struct WorkloadSpec {
   // there are as many as are wanted.
   uint32_t layers_per_page = 0;
 
+  uint32_t dim_v() const { return attention::gpu::value_dim(dim); }
+  bool is_latent() const { return dim == attention::gpu::kMlaDim; }
+  uint32_t n_planes() const { return is_latent() ? 1 : 2; }
   uint64_t kv_bytes() const;
+  // Of the products with keys and values, for what rows see.
+  double flops() const;
   std::string name() const;
 };
 

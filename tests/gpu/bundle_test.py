@@ -4,7 +4,8 @@
 Usage: bundle_test.py BUDGET BUILD_FOLDER [--update]
 
 budget.txt has a line per architecture and kernel: registers at most, bytes of shared memory, and
-for decode kernels the instructions of the loop over tiles for each KiB of K and V. With
+the instructions of the loop over tiles: of decode kernels for each KiB of K and V, of prefill
+kernels for each product of the matrix unit. With
 KVM_GPU_ARCHITECTURES (CMake's names, as for gpu_bundle.sh) only their lines count. Spills are never
 allowed. A kernel without a line, or a line without a kernel, is a failure; --update writes the file
 as it should be, to show in review. Also runs the program: without a GPU it has to say so, with
@@ -32,9 +33,12 @@ ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(sm_\w+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 DECODE = re.compile(r"decode_kernel\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)ELj(\d+)E")
+PREFILL = re.compile(r"prefill_kernel\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj\d+ELj(\d+)ELj(\d+)ELj\d+E")
+MLA = re.compile(r"decode_kernel\S*MlaShape\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj(\d+)E")
 MERGE = re.compile(r"merge_kernelILj(\d+)E")
 APPEND = re.compile(r"append_kernelIL\S*ElementE(\d)E")
-ELEMENT = {"0": "bf16", "1": "fp16", "2": "int8", "3": "fp8"}
+ELEMENT = {"0": "bf16", "1": "fp16", "2": "int8", "3": "fp8", "4": "int4"}
+ELEMENT_BITS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "int4": 4}
 
 
 def kernel_name(symbol):
@@ -42,6 +46,11 @@ def kernel_name(symbol):
     if match := DECODE.search(symbol):
         element, dim, _, _, _, row_tiles = match.groups()
         return f"decode_{ELEMENT[element]}_d{dim}_rows{16 * int(row_tiles)}"
+    if match := PREFILL.search(symbol):
+        return f"prefill_{ELEMENT[match.group(1)]}_d{match.group(2)}_rows128"
+    if match := MLA.search(symbol):
+        element, _, _, row_tiles = match.groups()
+        return f"decode_{ELEMENT[element]}_d{sass.MLA_DIM}_rows{16 * int(row_tiles)}"
     if match := MERGE.search(symbol):
         return f"merge_d{match.group(1)}"
     if "scatter_kernel" in symbol or "move_kernel" in symbol:
@@ -68,20 +77,21 @@ def parse_log(text):
 
 
 def parse_shapes(text):
-    """{kernel: dynamic shared bytes, and those on sm_80} as the program lists them."""
+    """{kernel: {architecture: dynamic shared bytes}} as the program lists them."""
     shapes = {}
     for line in text.splitlines():
-        match = re.match(r"decode (\w+) (d\d+) (rows\d+) threads \d+ shared (\d+) on sm_80 (\d+)$",
-                         line)
+        match = re.match(r"(decode|prefill) (\w+) (d\d+) (rows\d+) threads \d+ shared (\d+) on "
+                         r"sm_80 (\d+) on sm_120 (\d+)$", line)
         if match:
-            shapes["decode_" + "_".join(match.group(1, 2, 3))] = (int(match.group(4)),
-                                                                  int(match.group(5)))
+            shapes["_".join(match.group(1, 2, 3, 4))] = {
+                "sm_90a": int(match.group(5)), "sm_80": int(match.group(6)),
+                "sm_120": int(match.group(7))}
     return shapes
 
 
 def dynamic_shared(shapes, key):
     architecture, kernel = key
-    return shapes.get(kernel, (0, 0))[architecture == "sm_80"]
+    return shapes.get(kernel, {}).get(architecture, 0)
 
 
 def find_cuobjdump():
@@ -96,15 +106,23 @@ def find_cuobjdump():
 
 
 def loop_lengths(text):
-    """{(architecture, kernel): instructions for each KiB} of the decode kernels that are printed;
-    None where the loop over tiles is not found."""
+    """{(architecture, kernel): instructions} of the decode kernels that are printed, for each KiB,
+    and of the prefill kernels, for each product; None where the loop over tiles is not found."""
     lengths = {}
     for (architecture, symbol), code in sass.parse(text).items():
         if match := DECODE.search(symbol):
             element, dim, tile, _, _, row_tiles = map(int, match.groups())
-            element_bytes = 1 if ELEMENT[str(element)] in ("int8", "fp8") else 2
             lengths[architecture, kernel_name(symbol)] = sass.per_kib(
-                code, element_bytes, dim, tile, row_tiles)
+                code, ELEMENT_BITS[ELEMENT[str(element)]], dim, tile, row_tiles)
+        elif match := PREFILL.search(symbol):
+            element, dim, tile, warps, row_tiles = map(int, match.groups())
+            lengths[architecture, kernel_name(symbol)] = sass.per_product(
+                code, ELEMENT_BITS[ELEMENT[str(element)]], dim, tile, warps, row_tiles)
+        elif match := MLA.search(symbol):
+            _, _, _, row_tiles = map(int, match.groups())
+            # Code for other architectures has tiles of its own (shapes.h).
+            tile = 32 if row_tiles == 4 and architecture == "sm_90a" else 16
+            lengths[architecture, kernel_name(symbol)] = sass.mla_per_kib(code, tile, row_tiles)
     return lengths
 
 
@@ -134,9 +152,9 @@ def judge_loop(where, most, length):
     if length is None:
         return [f"{where}: no loop over tiles found in its instructions"]
     if most is None:
-        return [f"{where}: no budget for the instructions of its loop ({length} for each KiB)"]
+        return [f"{where}: no budget for the instructions of its loop ({length})"]
     if length > most:
-        return [f"{where}: {length} instructions for each KiB of K and V; at most {most}"]
+        return [f"{where}: {length} instructions for each KiB or product; at most {most}"]
     return []
 
 
@@ -156,7 +174,7 @@ def judge(found, shapes, budget, loops):
             complaints.append(f"{where}: {registers} registers; at most {most_registers}")
         if shared > most_shared:
             complaints.append(f"{where}: {shared} bytes of shared memory; at most {most_shared}")
-        if loops is not None and key[1].startswith("decode_"):
+        if loops is not None and key[1].startswith(("decode_", "prefill_")):
             complaints += judge_loop(where, most_loop, loops.get(key))
     complaints += [f"{' '.join(key)}: in the budget, but not compiled"
                    for key in sorted(budget.keys() - found.keys())]
@@ -165,8 +183,9 @@ def judge(found, shapes, budget, loops):
 
 def budget_text(found, shapes, loops):
     lines = ["# What nvcc may make of the shipped kernels: architecture, kernel, registers,",
-             "# bytes of shared memory, instructions of the loop over tiles for each KiB of K",
-             "# and V, each at most. None may spill. Written by --update."]
+             "# bytes of shared memory, instructions of the loop over tiles (decode: for each KiB",
+             "# of K and V; prefill: for each product), each at most. None may spill. --update",
+             "# writes this file."]
     for key, (registers, shared, _) in sorted(found.items()):
         architecture, kernel = key
         loop = loops.get(key)

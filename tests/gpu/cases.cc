@@ -12,6 +12,7 @@
 #include "base/splitmix.h"
 #include "codecs/float8.h"
 #include "codecs/int8.h"
+#include "codecs/low_bits.h"
 
 namespace kvm::attention::gpu::testing {
 namespace {
@@ -20,6 +21,9 @@ constexpr uint32_t kSegments = 3;
 constexpr uint16_t kNan16 = 0xffff;
 // Elements between rows of tensors that no kernel may touch.
 constexpr uint32_t kGap = 8;
+constexpr uint32_t kGroup = codecs::Codec::kGroupChannels;
+// Log weights behind the last list, that none may touch either.
+constexpr uint32_t kGuard = 64;
 
 // Random numbers that are functions of what they belong to: no order of drawing to keep.
 uint64_t mix(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t c = 0, uint64_t d = 0) {
@@ -71,6 +75,7 @@ enum Stream : uint64_t {
   kPages,
   kTree,
   kScales,
+  kZeros,
   kSinks,
   kAppends
 };
@@ -89,6 +94,199 @@ Bytes::Bytes(size_t size_bytes)
       size_(size_bytes) {
   std::memset(data_.get(), 0xff, size_);
 }
+
+namespace {
+
+// Of the prefill kernel: every shape, and whatever changes a score, a sum or a mask.
+template <class Add>
+void add_prefills(Add add_case) {
+  const auto add = [&add_case](CaseSpec spec) {
+    spec.prefill = true;
+    spec.name = "prefill" + std::string(spec.name.empty() ? "" : ", ") + spec.name;
+    add_case(spec);
+  };
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+    const bool scaled = codecs::codec_of(codec).is_scaled();
+    for (const uint32_t dim : kHeadDims) {
+      if (!is_prefill_on_devices(codec, dim)) {
+        continue;
+      }
+      // Two blocks of rows, the second with three rows; a prompt, and what follows a prefix.
+      add({.codec = codec, .dim = dim, .group = 1, .n_query = 131, .lengths = {131, 150}});
+      add({.name = "split",
+           .codec = codec,
+           .dtype_o = Dtype::kBf16,
+           .dim = dim,
+           .group = 8,
+           .n_query = 5,
+           .page_tokens = 16,
+           .lengths = {520},
+           .blocks = 3});
+      if (codec == CodecId::kF16 || codec == CodecId::kF8) {
+        continue;  // their masks are those of the two others
+      }
+      add({.name = "windows",
+           .codec = codec,
+           .dtype_q = Dtype::kF16,
+           .dim = dim,
+           .group = 3,
+           .n_query = 60,
+           .layer_window = 90,
+           .page_tokens = 24,
+           .classes = {{.n_heads = 1}, {.n_heads = 1, .sinks = 5, .window = 33}},
+           .lengths = {230},
+           .blocks = 2});
+    }
+    add({.name = "capped, weights, sinks",
+         .codec = codec,
+         .dtype_o = Dtype::kBf16,
+         .dim = 64,
+         .group = 4,
+         .n_query = 40,
+         .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 4, .window = 50}},
+         .lengths = {300, 40, 75},
+         .blocks = 5,
+         .weights = Weights::kHidden,
+         .softcap = 3.0f,
+         .sinks = true,
+         .q_size = 4.0f});
+    if (!scaled) {
+      continue;
+    }
+    for (const bool uneven : {true, false}) {
+      add({.name = uneven ? "uneven" : "values of 2^+-100",
+           .codec = codec,
+           .dim = uneven ? 256u : 128u,
+           .group = 2,
+           .n_query = 20,
+           .page_tokens = uneven ? 101u : 64u,
+           .classes = {{.n_heads = uneven ? 3u : 1u}},
+           .lengths = {200, 65},
+           .blocks = 2,
+           .sinks = true,
+           .q_size = 3.0f,
+           .uneven = uneven,
+           .far = uneven ? 0 : 100});
+    }
+    add({.name = "not numbers",
+         .codec = codec,
+         .group = 2,
+         .n_query = 70,
+         .page_tokens = 1000,
+         .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 4, .window = 30}},
+         .lengths = {152, 70, 105},
+         .blocks = 3,
+         .not_numbers = true});
+    add({.name = "large queries",
+         .codec = codec,
+         .group = 1,
+         .n_query = 70,
+         .lengths = {70},
+         .q_size = 1e30f,
+         .k_size = 1e-30f});
+    for (const uint32_t page : {1u, 3u, 33u}) {
+      add({.name = "scales",
+           .codec = codec,
+           .dim = page == 3 ? 128u : 64u,
+           .group = 2,
+           .n_query = 9,
+           .page_tokens = page,
+           .classes = {{.n_heads = 3}},
+           .lengths = {90},
+           .uneven = true});
+    }
+  }
+  // Rows around the edges of blocks, of warps and of tiles of rows, whatever the group.
+  uint32_t dims = 0;
+  for (const uint32_t group : {1u, 2u, 5u, 7u, 12u, 16u}) {
+    for (const uint32_t rows : {group % 2 == 0 ? 16u : 33u, 129u}) {
+      const uint32_t n = (rows + group - 1) / group;
+      add({.dim = kHeadDims[dims++ % 4], .group = group, .n_query = n, .lengths = {n, n + 31}});
+    }
+  }
+  // Lengths around the edges of tiles and pages; one token.
+  for (const uint32_t length : {1u, 2u, 31u, 32u, 33u, 63u, 64u, 65u, 128u, 129u}) {
+    add({.codec = CodecId::kF16,
+         .dim = length % 2 == 0 ? 128u : 64u,
+         .group = 3,
+         .n_query = std::min(length, 30u),
+         .classes = {{.n_heads = 2}},
+         .lengths = {length, length + 64}});
+  }
+  for (const uint32_t page : {1u, 8u, 100u, 1000u}) {
+    for (const uint32_t dim : {80u, 128u}) {
+      add({.dim = dim, .group = 4, .n_query = 10, .page_tokens = page, .lengths = {177, 300}});
+    }
+  }
+  // Windows narrower than a tile and wider than the list, alone and with sinks in one run and two;
+  // a row's own token alone.
+  for (const uint32_t window : {1u, 17u, 64u, 200u}) {
+    for (const uint32_t sinks : {0u, 4u, 70u}) {
+      add({.name = "classes",
+           .dim = sinks == 4 ? 128u : 64u,
+           .group = 2,
+           .n_query = 80,
+           .page_tokens = sinks == 70 ? 64u : 16u,
+           .classes = {{.n_heads = 1, .sinks = sinks, .window = window}},
+           .lengths = {260, 80},
+           .blocks = window == 200 ? 1u : 4u});
+    }
+    add({.name = "window",
+         .dim = 64,
+         .group = 1,
+         .n_query = 140,
+         .layer_window = window,
+         .classes = {{.n_heads = 1}, {.n_heads = 1, .sinks = 150, .window = 9}},
+         .lengths = {300, 140},
+         .blocks = 3});
+  }
+  // The last row's window begins behind the first token of a tile; the first row of a warp sees the
+  // last one of a tile, and no more of it.
+  add({.name = "window in a tile",
+       .group = 1,
+       .n_query = 34,
+       .layer_window = 90,
+       .lengths = {300}});
+  add({.name = "31 sinks",
+       .group = 1,
+       .n_query = 70,
+       .classes = {{.n_heads = 1, .sinks = 31, .window = 100}},
+       .lengths = {300}});
+  add({.name = "few rows, long context", .group = 4, .n_query = 3, .lengths = {3000}, .blocks = 7});
+  // The last tile reaches beyond the weights that there are.
+  add({.name = "classes, split, weights",
+       .group = 4,
+       .n_query = 8,
+       .classes = {{.n_heads = 1, .sinks = 128, .window = 900}},
+       .lengths = {2040},
+       .blocks = 4,
+       .weights = Weights::kSome});
+  add({.name = "whole and cut",
+       .dim = 64,
+       .group = 4,
+       .n_query = 70,
+       .lengths = {1100, 70, 100},
+       .blocks = 4});
+  add({.name = "fixed",
+       .dim = 64,
+       .group = 4,
+       .n_query = 40,
+       .lengths = {500, 90},
+       .blocks = 3,
+       .fixed_tokens = 64});
+  add({.name = "empty", .group = 4, .classes = {{.n_heads = 2}}, .lengths = {0, 5, 0}});
+  add({.name = "idle blocks",
+       .group = 2,
+       .n_query = 10,
+       .lengths = {10},
+       .blocks = 64,
+       .reads_lse = false});
+  add({.name = "weights", .n_query = 40, .lengths = {333, 40}, .weights = Weights::kSome});
+  add({.name = "peaked", .n_query = 40, .lengths = {400}, .blocks = 2, .q_size = 8.0f});
+  add({.name = "flat", .n_query = 40, .lengths = {200}, .q_size = 0.01f});
+}
+
+}  // namespace
 
 std::vector<CaseSpec> all_cases() {
   std::vector<CaseSpec> cases;
@@ -275,7 +473,8 @@ std::vector<CaseSpec> all_cases() {
   }
   // Sinks: every shape, whole and in pieces; rows that see nothing else; beside everything else
   // that changes a sum.
-  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId codec :
+       {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     for (const uint32_t dim : kHeadDims) {
       if (!is_head_dim_on_devices(codec, dim)) {
         continue;
@@ -335,11 +534,14 @@ std::vector<CaseSpec> all_cases() {
        .tree = true,
        .softcap = 3.0f,
        .q_size = 6.0f});
-  // Rows of bytes: every shape, with lengths, splits, several queries, trees and caps; scales of
+  // Narrow rows: every shape, with lengths, splits, several queries, trees and caps; scales of
   // keys and queries that fp16 does not have; values of very different sizes.
-  for (const CodecId codec : {CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId codec : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     const Dtype dtype_q = codec == CodecId::kI8 ? Dtype::kBf16 : Dtype::kF16;
-    for (const uint32_t dim : {64u, 128u, 256u}) {
+    for (const uint32_t dim : kHeadDims) {
+      if (!is_head_dim_on_devices(codec, dim)) {
+        continue;
+      }
       add({.codec = codec,
            .dim = dim,
            .group = 4,
@@ -448,6 +650,19 @@ std::vector<CaseSpec> all_cases() {
            .lengths = {page % 100 * 2, 177},
            .uneven = true});
     }
+    for (const uint32_t dim : {80u, 96u, 192u}) {
+      for (const uint32_t page : {1u, 24u, 1000u}) {
+        if (codec != codecs::kI4) {
+          add({.name = "uneven",
+               .codec = codec,
+               .dim = dim,
+               .page_tokens = page,
+               .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 3, .window = 90}},
+               .lengths = {page * 2, 177, 300},
+               .uneven = true});
+        }
+      }
+    }
     for (const uint32_t window : {40u, 77u}) {
       add({.name = "scales of windows",
            .codec = codec,
@@ -466,10 +681,87 @@ std::vector<CaseSpec> all_cases() {
          .softcap = 2.0f,
          .q_size = 4.0f});
   }
+  add_prefills(add);
+  // Latent rows: every shape, lengths around the edges of tiles, pages and stages; blocks of rows
+  // that are full, and the last one that is not; groups of q heads that fill blocks and parts.
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
+    const auto add_mla = [&add, codec](CaseSpec spec) {
+      spec.codec = codec;
+      spec.dim = kMlaDim;
+      spec.name = "mla " + spec.name;
+      add(std::move(spec));
+    };
+    for (const uint32_t group : {8u, 32u, 64u}) {
+      add_mla({.group = group, .lengths = {1, 15, 16, 17, 31, 32, 33, 63, 64, 65}});
+      add_mla({.name = "split", .group = group, .lengths = {700}, .blocks = 3});
+    }
+    add_mla({.name = "stages", .dtype_o = Dtype::kBf16, .group = 16, .lengths = {400, 80}});
+    add_mla({.name = "stages", .group = 64, .lengths = {330}, .blocks = 1});
+    add_mla({.name = "two blocks of rows",
+             .dtype_o = Dtype::kF16,
+             .group = 128,
+             .lengths = {150, 33},
+             .blocks = 3});
+    add_mla({.name = "rows past a block", .group = 12, .n_query = 7, .lengths = {140, 7}});
+    add_mla({.name = "causal", .group = 8, .n_query = 2, .lengths = {97, 2}, .blocks = 2});
+    // The first token that not all rows see is the last one of a tile.
+    add_mla({.name = "causal", .group = 16, .n_query = 2, .lengths = {200, 64}, .blocks = 2});
+    add_mla({.name = "causal", .group = 16, .n_query = 4, .lengths = {200, 66}, .blocks = 3});
+    add_mla({.name = "tree",
+             .group = 16,
+             .n_query = 4,
+             .lengths = {200, 67, 4},
+             .blocks = 2,
+             .tree = true});
+    add_mla({.name = "tree of 16, sinks",
+             .group = 8,
+             .n_query = 16,
+             .lengths = {90},
+             .blocks = 2,
+             .tree = true,
+             .sinks = true});
+    add_mla({.name = "tree of 64", .group = 1, .n_query = 64, .lengths = {150}, .tree = true});
+    add_mla({.name = "tree over a window",
+             .group = 4,
+             .n_query = 4,
+             .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 3, .window = 70}},
+             .lengths = {210, 90},
+             .blocks = 3,
+             .tree = true});
+    add_mla({.name = "capped", .group = 16, .lengths = {130}, .softcap = 2.0f, .q_size = 4.0f});
+    add_mla({.name = "capped, weights, sinks",
+             .group = 40,
+             .lengths = {170, 20},
+             .blocks = 3,
+             .weights = Weights::kSome,
+             .softcap = 5.0f,
+             .sinks = true});
+    add_mla({.name = "weights",
+             .group = 16,
+             .page_tokens = 16,
+             .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 16, .window = 33}},
+             .lengths = {150, 33},
+             .blocks = 2,
+             .weights = Weights::kSome});
+    add_mla({.name = "hidden", .group = 64, .lengths = {100}, .weights = Weights::kHidden});
+    add_mla({.name = "sinks", .group = 64, .lengths = {0, 90, 1}, .blocks = 2, .sinks = true});
+    add_mla({.name = "empty", .group = 32, .lengths = {0, 5, 0}, .reads_lse = false});
+    add_mla({.name = "small", .group = 16, .lengths = {3, 9, 17, 40, 2}, .blocks = 2});
+    add_mla({.name = "peaked", .group = 64, .lengths = {300}, .blocks = 2, .q_size = 8.0f});
+    add_mla({.name = "fixed", .group = 64, .lengths = {400, 90}, .blocks = 3, .fixed_tokens = 128});
+    for (const uint32_t page : {1u, 24u, 1000u}) {
+      add_mla({.group = page == 1 ? 64u : 8u,
+               .page_tokens = page,
+               .classes = {{.n_heads = 2}},
+               .lengths = {page % 100 * 2, 107}});
+    }
+  }
   return cases;
 }
 
-uint32_t CaseSpec::block_rows() const { return block_rows_for(codec, dim, n_query * group); }
+uint32_t CaseSpec::block_rows() const {
+  return prefill ? kPrefillRows : block_rows_for(codec, dim, n_query * group);
+}
 
 Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
   const uint64_t plane_row = codecs::codec_of(spec_.codec).row_bytes(spec_.dim);
@@ -485,11 +777,13 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
   for (const ClassSpec& of : spec_.classes) {
     PageClass lies;
     lies.head_stride_bytes = static_cast<uint32_t>(spec_.page_tokens * plane_row);
-    lies.v_offset_bytes = uint64_t{of.n_heads} * lies.head_stride_bytes;
-    lies.page_bytes = 2 * lies.v_offset_bytes;
+    const uint64_t plane_bytes = uint64_t{of.n_heads} * lies.head_stride_bytes;
+    lies.v_offset_bytes = spec_.v_in_k() ? 0 : plane_bytes;
+    lies.page_bytes = plane_bytes + lies.v_offset_bytes;
     if (codecs::codec_of(spec_.codec).is_scaled()) {
       lies.scales_offset_bytes = static_cast<uint32_t>(lies.page_bytes);
-      lies.v_scales_offset_bytes = of.n_heads * spec_.page_tokens * 2;
+      lies.v_scales_offset_bytes =
+          of.n_heads * spec_.page_tokens * row_params_bytes(spec_.codec, spec_.dim);
       lies.page_bytes += round_up(2 * lies.v_scales_offset_bytes, 16);
     }
     lies.heads_first = heads_first;
@@ -527,6 +821,7 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     }
   }
   KVM_ASSERT(free_page <= page_order_.size());
+  log_weights.resize(log_weights.size() + kGuard, std::numeric_limits<float>::quiet_NaN());
 
   n_tokens_q_ = static_cast<uint32_t>(spec_.lengths.size()) * spec_.n_query;
   const uint32_t q_heads = n_kv_heads_ * spec_.group;
@@ -554,50 +849,77 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     sink_logits.push_back(head % 4 == 2 ? -std::numeric_limits<float>::infinity()
                                         : 3.0f * gaussian(bits) + (head % 4 == 1 ? 12.0f : 0.0f));
   }
-  o = Bytes(n_tokens_q_ * q_heads * stride * dtype_size_bytes(spec_.dtype_o));
+  o = Bytes(uint64_t{n_tokens_q_} * q_heads * (spec_.dim_v() + kGap) *
+            dtype_size_bytes(spec_.dtype_o));
   lse.resize(n_tokens_q_ * q_heads);
 }
 
 bool Case::keeps(const ClassSpec& of, uint32_t length, uint32_t position) const {
-  return of.window == 0 || position < of.sinks || position + of.window >= length;
+  const uint32_t more = spec_.prefill ? spec_.n_query - 1 : 0;  // what the first row sees
+  return (of.window == 0 || position < of.sinks || position + of.window + more >= length) &&
+         (spec_.layer_window == 0 || position + spec_.layer_window + more >= length);
 }
 
 // The last n_query tokens of a sequence are those of the queries.
-bool Case::sees(uint32_t query_token, uint32_t length, uint32_t position) const {
+bool Case::sees(const ClassSpec& of, uint32_t query_token, uint32_t length,
+                uint32_t position) const {
   const uint32_t row = query_token % spec_.n_query;
   const uint32_t first = length - std::min(length, spec_.n_query);
+  if (spec_.prefill) {
+    const uint32_t own = first + row;
+    return position <= own && (spec_.layer_window == 0 || position + spec_.layer_window > own) &&
+           (of.window == 0 || position < of.sinks || position + of.window > own);
+  }
   return position < first || (spec_.tree ? (tree_mask[query_token] >> (position - first) & 1) != 0
                                          : position - first <= row);
 }
 
 uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                       bool is_v) const {
+  const bool of_v = is_v && !spec_.v_in_k();
   const uint64_t bits =
-      mix(seed_, is_v ? kValues : kKeys, sequence * 64 + kv_head, position, channel);
+      mix(seed_, of_v ? kValues : kKeys, sequence * 64 + kv_head, position, channel);
   // Values have a mean, so that results do not cancel to nothing over many tokens.
-  const float number = gaussian(bits) + (is_v ? 0.5f : 0.0f);
+  const float number = gaussian(bits) + (of_v || spec_.v_in_k() ? 0.5f : 0.0f);
   if (!codecs::codec_of(spec_.codec).is_scaled()) {
     return narrow(number, half_of(spec_.codec));
   }
-  const uint16_t scale = scale_of(sequence, kv_head, position, is_v);
+  const uint16_t scale = scale_of(sequence, kv_head, position, channel / kGroup, is_v);
   if (scale == 0 || std::isnan(bf16_to_f32(scale))) {
     return 0;  // as encoders have it
   }
   // The largest magnitude is near the largest code.
+  if (spec_.codec == codecs::kI4) {
+    return static_cast<uint16_t>(std::clamp(std::nearbyint(7.5f + number * 3.5f), 0.0f, 15.0f));
+  }
   return spec_.codec == CodecId::kI8
              ? static_cast<uint16_t>(static_cast<int>(std::nearbyint(number * 31.0f)) & 0xff)
              : to_e4m3(number * 110.0f);
 }
 
-uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v) const {
-  const uint64_t bits = mix(seed_, kScales, sequence * 64 + kv_head, position, is_v ? 1 : 0);
-  const float size = spec_.codec == CodecId::kI8 ? 1.0f / 31.0f : 1.0f / 110.0f;
+// Of values of 4 bits that are far apart, some of the large ones have one number for all channels.
+bool Case::is_flat(uint32_t position) const {
+  return spec_.codec == codecs::kI4 && spec_.far != 0 && position / 64 % 4 == 1;
+}
+
+// Rows of bytes have one scale, rows of 4 bits one for each group.
+uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t group,
+                        bool is_v) const {
+  const bool of_groups = spec_.codec == codecs::kI4;
+  const uint64_t bits = mix(seed_, kScales, sequence * 64 + kv_head, position,
+                            (of_groups ? 2 * group : 0) + (is_v ? 1 : 0));
+  const float size = of_groups                     ? 1.0f / 3.5f
+                     : spec_.codec == CodecId::kI8 ? 1.0f / 31.0f
+                                                   : 1.0f / 110.0f;
   const float factor = 0.5f + static_cast<float>(bits & 0xffff) / 65536.0f;
   if (spec_.not_numbers && position % 50 == 49 && is_v == (position % 100 == 99)) {
     return f32_to_bf16(std::numeric_limits<float>::quiet_NaN());
   }
   if (!is_v) {
     return f32_to_bf16(spec_.k_size * size * factor);
+  }
+  if (is_flat(position)) {
+    return 0;
   }
   if (!spec_.uneven) {
     return f32_to_bf16(std::ldexp(size * factor, position / 64 % 2 == 0 ? -spec_.far : spec_.far));
@@ -606,14 +928,35 @@ uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, 
   return exponent < 4 ? 0 : f32_to_bf16(std::ldexp(size * factor, exponent - 34));
 }
 
+// Of a group of a row of 4 bits. Where the scale is 0, all elements are the zero: 0 or any number.
+uint16_t Case::zero_of(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t group,
+                       bool is_v) const {
+  const uint64_t bits = mix(seed_, kZeros, sequence * 64 + kv_head, position, 2 * group + is_v);
+  const float scale = bf16_to_f32(scale_of(sequence, kv_head, position, group, is_v));
+  if (is_v && is_flat(position)) {
+    return f32_to_bf16(std::ldexp(1.0f + gaussian(bits) / 4.0f, spec_.far));
+  }
+  if (scale == 0) {
+    const int exponent = static_cast<int>(bits >> 32 & 31) - 15;
+    return bits % 2 == 0 ? 0 : f32_to_bf16(std::ldexp(1.0f, exponent));
+  }
+  // Codes around 7.5 stand for numbers around 0, give or take a few steps.
+  return f32_to_bf16(scale * (-7.5f + 2.0f * gaussian(bits)));
+}
+
 double Case::value(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                    bool is_v) const {
   const uint16_t bits = stored(sequence, kv_head, position, channel, is_v);
   if (!codecs::codec_of(spec_.codec).is_scaled()) {
     return widen(bits, half_of(spec_.codec));
   }
+  const uint32_t group = channel / kGroup;
+  if (spec_.codec == codecs::kI4) {
+    const double scale = bf16_to_f32(scale_of(sequence, kv_head, position, group, is_v));
+    return bits * scale + bf16_to_f32(zero_of(sequence, kv_head, position, group, is_v));
+  }
   return (spec_.codec == CodecId::kI8 ? static_cast<int8_t>(bits) : from_e4m3(bits)) *
-         bf16_to_f32(scale_of(sequence, kv_head, position, is_v));
+         bf16_to_f32(scale_of(sequence, kv_head, position, 0, is_v));
 }
 
 float Case::weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) const {
@@ -627,6 +970,28 @@ float Case::weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) co
   return 2.0f * gaussian(bits);
 }
 
+// Writes a row, and its parameters where it has some.
+void Case::store_row(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v,
+                     uint8_t* row, uint8_t* params) const {
+  const uint32_t bits = codecs::codec_of(spec_.codec).bits();
+  for (uint32_t i = 0; i < spec_.dim; ++i) {
+    const uint16_t element = stored(sequence, kv_head, position, i, is_v);
+    if (bits == 4) {
+      uint8_t& two = row[i / 2];
+      two = static_cast<uint8_t>(i % 2 == 0 ? element : two | element << 4);
+    } else {
+      std::memcpy(row + i * bits / 8, &element, bits / 8);
+    }
+  }
+  const uint32_t n_params = row_params_bytes(spec_.codec, spec_.dim) / 2;
+  for (uint32_t i = 0; i < n_params; ++i) {
+    // One scale, or scale and zero of each group.
+    const uint16_t param = i % 2 == 0 ? scale_of(sequence, kv_head, position, i / 2, is_v)
+                                      : zero_of(sequence, kv_head, position, i / 2, is_v);
+    std::memcpy(params + 2 * i, &param, 2);
+  }
+}
+
 // Lays the tokens that a class keeps of a sequence into pages, and makes the request.
 void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
   const ClassSpec& of = spec_.classes[page_class];
@@ -638,8 +1003,9 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
   request.n_query = spec_.n_query;
   request.page_class = page_class;
 
-  // Whole pages are kept, those between sinks and window are not in the list.
-  const bool all = of.window == 0 || of.sinks + of.window >= length;
+  // Whole pages are kept. Those between sinks and window are not in the list; with the prefill
+  // kernel they have places there, as a device's have.
+  const bool all = spec_.prefill || of.window == 0 || of.sinks + of.window >= length;
   const uint32_t window_first = all ? 0 : length - of.window;
   const uint32_t sink_pages = all ? 0 : static_cast<uint32_t>(div_up(of.sinks, page));
   const uint32_t window_page = std::max(window_first / page, sink_pages);
@@ -668,6 +1034,14 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
                        std::numeric_limits<float>::quiet_NaN());
   }
   for (uint32_t at = 0; at < kept.size(); ++at) {
+    bool holds_some = !spec_.prefill;
+    for (uint32_t i = kept[at] * page; i < std::min((kept[at] + 1) * page, length); ++i) {
+      holds_some = holds_some || keeps(of, length, i);
+    }
+    if (!holds_some) {
+      page_table.push_back(kSegments << kEntrySlotBits);  // of nobody
+      continue;
+    }
     const uint32_t entry = page_order_[(*free_page)++];
     page_table.push_back(entry);
     uint8_t* base = segments[entry >> kEntrySlotBits].data() +
@@ -679,18 +1053,17 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
       }
       for (uint32_t head = 0; head < lies.n_heads; ++head) {
         const uint32_t kv_head = heads[lies.heads_first + head];
-        const auto size = static_cast<uint32_t>(codecs::codec_of(spec_.codec).row_bytes(1));
-        uint8_t* k = base + head * lies.head_stride_bytes + row * spec_.dim * size;
-        uint8_t* scale = base + lies.scales_offset_bytes + (head * page + row) * 2;
+        const uint64_t of_head = uint64_t{head} * page + row;
         for (const bool is_v : {false, true}) {
-          for (uint32_t i = 0; i < spec_.dim; ++i) {
-            const uint16_t bits = stored(sequence, kv_head, position, i, is_v);
-            std::memcpy(k + (is_v ? lies.v_offset_bytes : 0) + i * size, &bits, size);
+          if (is_v && spec_.v_in_k()) {
+            continue;
           }
-          if (codecs::codec_of(spec_.codec).is_scaled()) {
-            const uint16_t bits = scale_of(sequence, kv_head, position, is_v);
-            std::memcpy(scale + (is_v ? lies.v_scales_offset_bytes : 0), &bits, 2);
-          }
+          store_row(sequence, kv_head, position, is_v,
+                    base + of_head * codecs::codec_of(spec_.codec).row_bytes(spec_.dim) +
+                        (is_v ? lies.v_offset_bytes : 0),
+                    base + lies.scales_offset_bytes +
+                        of_head * row_params_bytes(spec_.codec, spec_.dim) +
+                        (is_v ? lies.v_scales_offset_bytes : 0));
         }
         if (request.log_weights >= 0) {
           log_weights[static_cast<size_t>(request.log_weights) +
@@ -712,7 +1085,26 @@ DecodePlan Case::plan() const {
   options.overhead_tokens = 32;
   options.least_tokens = spec_.least_tokens;
   options.fixed_tokens = spec_.fixed_tokens;
+  const std::vector<Sight> seen = sights();
+  if (spec_.prefill) {
+    options.sights = seen;
+  }
   return plan_decode(requests, classes, heads, options);
+}
+
+std::vector<Sight> Case::sights() const {
+  std::vector<Sight> all;
+  for (const ClassSpec& of : spec_.classes) {
+    Sight& sight = all.emplace_back();
+    if (spec_.layer_window != 0) {
+      sight.window = spec_.layer_window;
+    }
+    if (of.window != 0) {
+      sight.n_sinks = of.sinks;
+      sight.n_recent = of.window;
+    }
+  }
+  return all;
 }
 
 PagePool Case::pool() {
@@ -727,14 +1119,15 @@ PagePool Case::pool() {
 }
 
 AttendTensors Case::tensors() {
-  const int64_t q_heads = n_kv_heads_ * spec_.group, stride = spec_.dim + kGap;
+  const int64_t q_heads = n_kv_heads_ * spec_.group;
+  const int64_t stride = spec_.dim + kGap, o_stride = spec_.dim_v() + kGap;
   AttendTensors tensors;
   tensors.q = q.data();
   tensors.q_stride_token = q_heads * stride;
   tensors.q_stride_head = stride;
   tensors.o = o.data();
-  tensors.o_stride_token = q_heads * stride;
-  tensors.o_stride_head = stride;
+  tensors.o_stride_token = q_heads * o_stride;
+  tensors.o_stride_head = o_stride;
   tensors.lse = spec_.reads_lse ? lse.data() : nullptr;
   tensors.lse_stride_token = q_heads;
   tensors.lse_stride_head = 1;
@@ -746,7 +1139,7 @@ AttendTensors Case::tensors() {
 }
 
 DecodeParams Case::decode_params(const DecodePlan& plan) {
-  partial_o.resize(size_t{plan.n_slots} * block_rows() * spec_.dim);
+  partial_o.resize(size_t{plan.n_slots} * block_rows() * spec_.dim_v());
   partial_lse.resize(size_t{plan.n_slots} * block_rows());
   DecodeParams params;
   params.pool = pool();
@@ -757,7 +1150,10 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
   params.work = plan.work.data();
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
+  params.merge_follows = !plan.merges.empty();
   set_scale(&params, softmax_scale(spec_), spec_.softcap);
+  const std::vector<Sight> seen = sights();
+  std::copy(seen.begin(), seen.end(), params.sights);
   return params;
 }
 
@@ -781,7 +1177,8 @@ std::vector<std::span<uint8_t>> Case::memory() {
   all.push_back({o.data(), o.size()});
   append_range(&all, page_table);
   append_range(&all, heads);
-  append_range(&all, log_weights);
+  all.push_back({reinterpret_cast<uint8_t*>(log_weights.data()),
+                 (log_weights.size() - kGuard) * sizeof(float)});
   append_range(&all, tree_mask);
   append_range(&all, sink_logits);
   append_range(&all, lse);
@@ -801,7 +1198,8 @@ void Case::clear_results() {
 void Case::reference() {
   const uint32_t q_heads = n_kv_heads_ * spec_.group;
   const uint64_t stride = spec_.dim + kGap;
-  ref_o_.assign(size_t{n_tokens_q_} * q_heads * spec_.dim, 0.0);
+  const uint32_t dim_v = spec_.dim_v();
+  ref_o_.assign(size_t{n_tokens_q_} * q_heads * dim_v, 0.0);
   ref_lse_.assign(size_t{n_tokens_q_} * q_heads, -std::numeric_limits<double>::infinity());
   for (const Request& request : requests) {
     const ClassSpec& of = spec_.classes[request.page_class];
@@ -810,11 +1208,13 @@ void Case::reference() {
     const PageClass& lies = classes[request.page_class];
     for (uint32_t head = 0; head < lies.n_heads; ++head) {
       const uint32_t kv_head = heads[lies.heads_first + head];
-      std::vector<double> k(size_t{length} * spec_.dim), v(k.size());
+      std::vector<double> k(size_t{length} * spec_.dim), v(size_t{length} * dim_v);
       for (uint32_t t = 0; t < length; ++t) {
         for (uint32_t i = 0; i < spec_.dim; ++i) {
           k[t * spec_.dim + i] = value(sequence, kv_head, t, i, false);
-          v[t * spec_.dim + i] = value(sequence, kv_head, t, i, true);
+        }
+        for (uint32_t i = 0; i < dim_v; ++i) {
+          v[t * dim_v + i] = value(sequence, kv_head, t, i, true);
         }
       }
       for (uint32_t row = 0; row < spec_.n_query * spec_.group; ++row) {
@@ -828,7 +1228,7 @@ void Case::reference() {
         double top = sink;
         bool broken = false;
         for (uint32_t t = 0; t < length; ++t) {
-          if (!keeps(of, length, t) || !sees(token, length, t)) {
+          if (!keeps(of, length, t) || !sees(of, token, length, t)) {
             continue;
           }
           double dot = 0;
@@ -845,18 +1245,18 @@ void Case::reference() {
           continue;  // sees nothing: o = 0, lse = -inf
         }
         double sum = std::exp(sink - top);
-        double* out = &ref_o_[(size_t{token} * q_heads + q_head) * spec_.dim];
+        double* out = &ref_o_[(size_t{token} * q_heads + q_head) * dim_v];
         for (uint32_t t = 0; t < length; ++t) {
           const double weight = std::exp(logit[t] - top);
           if (weight == 0) {
             continue;
           }
           sum += weight;
-          for (uint32_t i = 0; i < spec_.dim; ++i) {
-            out[i] += weight * v[t * spec_.dim + i];
+          for (uint32_t i = 0; i < dim_v; ++i) {
+            out[i] += weight * v[t * dim_v + i];
           }
         }
-        for (uint32_t i = 0; i < spec_.dim; ++i) {
+        for (uint32_t i = 0; i < dim_v; ++i) {
           out[i] /= sum;
         }
         ref_lse_[size_t{token} * q_heads + q_head] = top + std::log(sum);
@@ -875,25 +1275,27 @@ Case::Errors Case::errors() {
   Errors errors;
   // Weights and results rounded to bf16: 2^-9 of each at most; to fp16, an eighth of that.
   const bool bf16 = spec_.codec == CodecId::kBf16 || spec_.dtype_o == Dtype::kBf16;
-  errors.bound_o = bf16 ? 5e-3 : 1e-3;
+  // Weights are rounded beside codes that count from the smallest element, not from 0.
+  errors.bound_o = bf16 ? 5e-3 : spec_.codec == codecs::kI4 ? 2e-3 : 1e-3;
   errors.bound_lse = 1e-4;
-  const uint64_t stride = spec_.dim + kGap;
+  const uint32_t dim_v = spec_.dim_v();
+  const uint64_t stride = dim_v + kGap;
   const uint32_t size = dtype_size_bytes(spec_.dtype_o);
   for (size_t row = 0; row < ref_lse_.size(); ++row) {
     double wrong = 0, right = 0;
-    const bool broken = std::isnan(ref_o_[row * spec_.dim]);
+    const bool broken = std::isnan(ref_o_[row * dim_v]);
     for (uint32_t i = 0; i < stride; ++i) {
       const uint8_t* at = o.data() + (row * stride + i) * size;
       uint32_t bits = 0;
       std::memcpy(&bits, at, size);
-      if (i >= spec_.dim) {  // a gap
+      if (i >= dim_v) {  // a gap
         wrong = bits == (size == 2 ? kNan16 : UINT32_MAX) ? wrong : kWrong;
         continue;
       }
       const double value = spec_.dtype_o == Dtype::kF32
                                ? std::bit_cast<float>(bits)
                                : widen(static_cast<uint16_t>(bits), spec_.dtype_o);
-      const double expected = ref_o_[row * spec_.dim + i];
+      const double expected = ref_o_[row * dim_v + i];
       if (broken) {
         wrong = std::isnan(value) && bits != (size == 2 ? kNan16 : UINT32_MAX) ? wrong : kWrong;
         continue;
@@ -921,18 +1323,52 @@ namespace {
 
 constexpr uint32_t kAppendTokens = 11, kAppendHeads = 3, kAppendPages = 8;
 
-// A row of pages as the CPU's codecs make it, and the bits of its scale.
+// A row of pages as the CPU's codecs make it, and its parameters.
 struct StoredRow {
   std::vector<uint8_t> bytes;
-  uint16_t scale = 0;
+  std::vector<uint16_t> params;
 };
+// Codes of 4 bits are made of whole pages: here, of one whose rows are all alike. Groups that no
+// page may have are 0 there.
+StoredRow stored_row_of_codes(std::vector<float> row) {
+  constexpr uint16_t kNan = 0x7fc0;
+  const codecs::Codec& codec = codecs::codec_of(codecs::kI4);
+  const auto n = static_cast<uint32_t>(row.size());
+  std::vector<bool> is_broken(n / kGroup);
+  for (uint32_t g = 0; g < n / kGroup; ++g) {
+    const auto begin = row.begin() + g * kGroup, end = begin + kGroup;
+    is_broken[g] = !std::all_of(begin, end, [](float x) { return std::fabs(x) <= 0x1p126f; });
+    if (is_broken[g]) {
+      std::fill(begin, end, 0.0f);
+    }
+  }
+  std::vector<float> page;
+  for (uint32_t t = 0; t < kPageTokens; ++t) {
+    page.insert(page.end(), row.begin(), row.end());
+  }
+  std::vector<uint8_t> codes(codec.head_rows_bytes(n));
+  std::vector<uint16_t> params(codec.n_scales(n));
+  KVM_ASSERT(codecs::encode_low_bits(codec, page.data(), n, nullptr, codes.data(), params.data()));
+  codes.resize(codec.row_bytes(n));
+  params.resize(row_params_bytes(codecs::kI4, n) / 2);
+  for (uint32_t g = 0; g < n / kGroup; ++g) {
+    if (is_broken[g]) {
+      params[2 * g] = params[2 * g + 1] = kNan;
+    }
+  }
+  return {std::move(codes), std::move(params)};
+}
 StoredRow stored_row(const std::vector<float>& row, CodecId to) {
   const auto n = static_cast<uint32_t>(row.size());
-  StoredRow stored{std::vector<uint8_t>(codecs::codec_of(to).row_bytes(n)), 0};
+  if (to == codecs::kI4) {
+    return stored_row_of_codes(row);
+  }
+  StoredRow stored{std::vector<uint8_t>(codecs::codec_of(to).row_bytes(n)), {}};
   if (to == CodecId::kI8) {
-    stored.scale = codecs::encode_i8(row.data(), n, reinterpret_cast<int8_t*>(stored.bytes.data()));
+    stored.params = {
+        codecs::encode_i8(row.data(), n, reinterpret_cast<int8_t*>(stored.bytes.data()))};
   } else if (to == CodecId::kF8) {
-    stored.scale = codecs::encode_f8(row.data(), n, stored.bytes.data());
+    stored.params = {codecs::encode_f8(row.data(), n, stored.bytes.data())};
   } else {
     for (uint32_t i = 0; i < n; ++i) {
       const uint16_t bits = narrow(row[i], half_of(to));
@@ -968,7 +1404,8 @@ float append_number(uint32_t kind, uint32_t channel, uint64_t bits) {
 
 std::vector<AppendSpec> all_appends() {
   std::vector<AppendSpec> specs;
-  for (const CodecId to : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId to :
+       {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     for (const Dtype from : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
       specs.push_back({from, to, 64, 16});
     }
@@ -976,9 +1413,16 @@ std::vector<AppendSpec> all_appends() {
   specs.push_back({Dtype::kF32, CodecId::kF16, 80, 3});
   specs.push_back({Dtype::kBf16, CodecId::kBf16, 96, 64});
   specs.push_back({Dtype::kF16, CodecId::kBf16, 192, 16});
-  for (const CodecId to : {CodecId::kI8, CodecId::kF8}) {
+  specs.push_back({Dtype::kF32, CodecId::kBf16, kMlaDim, 64, true});
+  specs.push_back({Dtype::kF16, CodecId::kF16, kMlaDim, 3, true});
+  for (const CodecId to : {CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     specs.push_back({Dtype::kF32, to, 128, 3});
     specs.push_back({Dtype::kBf16, to, 256, 64});
+    for (const uint32_t dim : {80u, 96u, 192u}) {
+      if (is_head_dim_on_devices(to, dim)) {
+        specs.push_back({dim == 96 ? Dtype::kBf16 : Dtype::kF32, to, dim, 16});
+      }
+    }
   }
   return specs;
 }
@@ -994,9 +1438,11 @@ AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
     of.n_heads = c == 0 ? 2 : 1;
     of.heads_first = c == 0 ? 0 : 2;
     of.head_stride_bytes = spec_.page_tokens * row_bytes;
-    of.v_offset_bytes = uint64_t{of.n_heads} * of.head_stride_bytes;
-    of.scales_offset_bytes = static_cast<uint32_t>(2 * of.v_offset_bytes);
-    of.v_scales_offset_bytes = of.n_heads * spec_.page_tokens * 2;
+    const uint64_t plane_bytes = uint64_t{of.n_heads} * of.head_stride_bytes;
+    of.v_offset_bytes = spec_.v_in_k ? 0 : plane_bytes;
+    of.scales_offset_bytes = static_cast<uint32_t>(2 * plane_bytes);
+    of.v_scales_offset_bytes =
+        of.n_heads * spec_.page_tokens * row_params_bytes(spec_.to, spec_.dim);
     of.page_bytes = pages.size() / kAppendPages;
     of.layer_offset_bytes = 32 * spec_.page_tokens;  // behind something else
   }
@@ -1047,23 +1493,25 @@ void AppendCase::expect_token(const AppendToken& token) {
                         of.layer_offset_bytes;
   for (uint32_t n = 0; n < of.n_heads * 2; ++n) {
     const uint32_t head = n / 2, is_v = n % 2;
+    if (is_v != 0 && spec_.v_in_k) {
+      continue;
+    }
     const uint32_t kv_head = heads[of.heads_first + head];
     const StoredRow row = stored_row(rows_[is_v][token.source * kAppendHeads + kv_head], spec_.to);
     std::memcpy(
         page + is_v * of.v_offset_bytes + head * of.head_stride_bytes + token.row * row_bytes,
         row.bytes.data(), row_bytes);
-    if (codecs::codec_of(spec_.to).is_scaled()) {
-      std::memcpy(page + of.scales_offset_bytes + is_v * of.v_scales_offset_bytes +
-                      (head * spec_.page_tokens + token.row) * 2,
-                  &row.scale, 2);
-    }
+    const auto params_bytes = static_cast<uint32_t>(row.params.size() * 2);
+    std::copy_n(reinterpret_cast<const uint8_t*>(row.params.data()), params_bytes,
+                page + of.scales_offset_bytes + is_v * of.v_scales_offset_bytes +
+                    (head * spec_.page_tokens + token.row) * params_bytes);
   }
 }
 
 std::string AppendCase::name() const {
   return std::string("append ") + dtype_name(spec_.from) + " to " +
          codecs::codec_of(spec_.to).name + " d" + std::to_string(spec_.dim) + " page" +
-         std::to_string(spec_.page_tokens);
+         std::to_string(spec_.page_tokens) + (spec_.v_in_k ? " V in K" : "");
 }
 
 AppendParams AppendCase::params() const {
@@ -1075,7 +1523,7 @@ AppendParams AppendCase::params() const {
   params.page_table = page_table.data();
   params.n_tokens = &n_tokens;
   params.k = k.data();
-  params.v = v.data();
+  params.v = spec_.v_in_k ? nullptr : v.data();
   params.stride_token = kAppendHeads * spec_.dim;
   params.stride_head = spec_.dim;
   params.tokens = tokens.data();

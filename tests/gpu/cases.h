@@ -33,11 +33,15 @@ inline Dtype half_of(CodecId codec) { return codec == CodecId::kF16 ? Dtype::kF1
 struct CaseSpec {
   std::string name;
   CodecId codec = CodecId::kBf16;  // of pages
-  Dtype dtype_q = Dtype::kBf16;    // of queries where pages are of bytes; else theirs
+  Dtype dtype_q = Dtype::kBf16;    // of queries where pages are of narrow rows; else theirs
   Dtype dtype_o = Dtype::kF32;
-  uint32_t dim = 128;
+  uint32_t dim = 128;  // of keys; with kMlaDim values are in them
   uint32_t group = 4;
   uint32_t n_query = 1;
+  // By the prefill kernel: a class's window, and the layer's, move with each row; pages that no row
+  // sees are not there.
+  bool prefill = false;
+  uint32_t layer_window = 0;  // of it; 0 = none
   uint32_t page_tokens = 64;
   std::vector<ClassSpec> classes = {{}};
   std::vector<uint32_t> lengths = {100};  // per sequence
@@ -49,7 +53,7 @@ struct CaseSpec {
   float softcap = 0.0f;  // of logits
   bool sinks = false;    // heads have logits without a value
   float q_size = 1.0f;   // standard deviation of queries
-  float k_size = 1.0f;   // and of keys, about; where pages are of bytes
+  float k_size = 1.0f;   // and of keys, about; where pages are of narrow rows
   bool uneven = false;   // values of very different sizes, some of them 0; likewise
   // Values of 2^far and 2^-far times the size, 64 tokens of these and 64 of those; likewise.
   int far = 0;
@@ -58,6 +62,8 @@ struct CaseSpec {
 
   // Of the shipped kernel for it.
   uint32_t block_rows() const;
+  bool v_in_k() const { return dim == kMlaDim; }
+  uint32_t dim_v() const { return value_dim(dim); }
   Dtype query_dtype() const {
     return codecs::codec_of(codec).is_scaled() ? dtype_q : half_of(codec);
   }
@@ -127,15 +133,22 @@ class Case {
  private:
   struct Sequence;
   void place(uint32_t sequence, uint32_t page_class, uint64_t* free_page);
-  // Bits of an element, of its row's scale (bf16), and what they stand for.
+  // Bits of an element, of its row's or its group's parameters (bf16), and what they stand for.
   uint16_t stored(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                   bool is_v) const;
-  uint16_t scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v) const;
+  uint16_t scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t group,
+                    bool is_v) const;
+  bool is_flat(uint32_t position) const;
+  uint16_t zero_of(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t group,
+                   bool is_v) const;
+  void store_row(uint32_t sequence, uint32_t kv_head, uint32_t position, bool is_v, uint8_t* row,
+                 uint8_t* params) const;
   double value(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                bool is_v) const;
   float weight_of(uint32_t sequence, uint32_t kv_head, uint32_t position) const;
   bool keeps(const ClassSpec& of, uint32_t length, uint32_t position) const;
-  bool sees(uint32_t query_token, uint32_t length, uint32_t position) const;
+  bool sees(const ClassSpec& of, uint32_t query_token, uint32_t length, uint32_t position) const;
+  std::vector<Sight> sights() const;
   void reference();
   AttendTensors tensors();
   PagePool pool();
@@ -153,6 +166,7 @@ struct AppendSpec {
   CodecId to = CodecId::kBf16;
   uint32_t dim = 64;
   uint32_t page_tokens = 16;
+  bool v_in_k = false;  // there are no rows of V
 };
 
 std::vector<AppendSpec> all_appends();

@@ -20,6 +20,7 @@ namespace kvm::device::testing {
 namespace {
 
 constexpr uint32_t kMaxItems = 4, kMaxQuery = 4, kSlack = 16, kLayers = 3;
+constexpr uint32_t kMaxChunk = 130;  // query tokens of an item, in the batch of the prefill kernel
 constexpr uint64_t kPageTokens = 64;
 constexpr uint64_t kPartBytes = 32768;  // a layer's part of a page: two heads of 64 channels
 
@@ -95,8 +96,12 @@ class Twins {
     space.n_layers = geometry.n_layers;
     space.n_q_heads = geometry.n_q_heads;
     space.n_kv_heads = geometry.n_kv_heads;
+    space.flags = geometry.v_in_k ? uint32_t{KVM_SPACE_V_IN_K} : 0;
     space.head_dim_k = geometry.dim;
-    space.codec = geometry.codec;
+    space.head_dim_v = geometry.dim_v();
+    // Newest tokens of int4 are bf16 there. So its rows are those that a device reads, as they are.
+    const uint32_t decoded = KVM_CODEC_F32;
+    space.codec = geometry.codec == KVM_CODEC_I4 ? decoded : geometry.codec;
     space.logit_softcap = geometry.softcap;
     space.sink_logits = geometry.sink_logits.empty() ? nullptr : geometry.sink_logits.data();
     space.layers = geometry.layers.data();
@@ -105,10 +110,11 @@ class Twins {
     space.n_policies = static_cast<uint32_t>(geometry.policies.size());
     EXPECT_EQ(kvm_space_register(host_, &space, &host_space_), KVM_OK) << kvm_last_error();
     EXPECT_EQ(kvm_queue_create(host_, nullptr, &queue_), KVM_OK) << kvm_last_error();
-    // Two batches, so that sequences change from one to the other.
+    // Two batches, so that sequences change from one to the other, and one for chunks of prompts.
     for (kvm_cuda_batch*& batch : batches_) {
       batch = rig_.batch(rig_.batch_params(kMaxItems, 200, kMaxQuery, 600));
     }
+    chunks_ = rig_.batch(rig_.batch_params(kMaxItems, 200, kMaxChunk, 600));
   }
   ~Twins() {
     kvm_queue_destroy(queue_);
@@ -380,6 +386,7 @@ class Twins {
   kvm_space_id host_space_ = 0;
   kvm_queue* queue_ = nullptr;
   kvm_cuda_batch* batches_[2] = {};
+  kvm_cuda_batch* chunks_ = nullptr;
   uint64_t n_pages_ = 0;  // in use by pairs_
   std::vector<Pair> pairs_;
   std::vector<Expected> pending_;
@@ -389,7 +396,9 @@ class Twins {
 };
 
 void Twins::step() {
-  kvm_cuda_batch* const batch = batches_[below(2)];
+  const uint64_t which = below(8);
+  const bool prefill = which == 7;
+  kvm_cuda_batch* const batch = prefill ? chunks_ : batches_[which % 2];
   std::vector<kvm_cuda_item> items;
   std::vector<Pair*> whose;
   std::vector<Rig::Row> rows;
@@ -406,15 +415,23 @@ void Twins::step() {
     kvm_cuda_item item{};
     item.seq = pair.device;
     item.n_append = static_cast<uint32_t>(below(4) == 0 ? below(50) : 1);
+    if (prefill) {
+      const uint64_t room = 200 - kMaxItems + items.size() - rows.size();  // a row for each other
+      const uint64_t n = below(2) == 0 ? item.n_append : 1 + below(kMaxChunk);
+      item.n_append = static_cast<uint32_t>(std::min(n, room));
+    }
     if (pair.n_tokens + item.n_append == 0 || pair.n_tokens + item.n_append > 600) {
       item.n_append = pair.n_tokens == 0 ? 1 : 0;
     }
     item.append_row = static_cast<uint32_t>(rows.size());
     item.n_query = static_cast<uint32_t>(
         std::min<uint64_t>(below(kMaxQuery + 1), pair.n_tokens + item.n_append));
+    if (prefill && item.n_append > kMaxQuery) {
+      item.n_query = item.n_append - static_cast<uint32_t>(below(kMaxQuery));
+    }
     item.query_row = query_row;
     query_row += item.n_query;
-    if (below(3) == 0) {
+    if (below(3) == 0 && !prefill) {
       uint64_t* const words = trees[items.size()];
       for (uint32_t row = 0; row < item.n_query; ++row) {
         words[row] = below(uint64_t{1} << item.n_query);
@@ -455,7 +472,7 @@ void Twins::step() {
     attend.o = out.o_tensor;
     attend.lse = out.lse_tensor;
     ASSERT_EQ(kvm_cuda_attend(batch, &attend, rig_.stream()), KVM_OK) << kvm_last_error();
-    const uint64_t o_row = rig_.geometry().n_q_heads * rig_.geometry().dim;
+    const uint64_t o_row = rig_.geometry().n_q_heads * rig_.geometry().dim_v();
     for (size_t i = 0; i < items.size(); ++i) {
       if (whose[i] != nullptr) {
         Expected expected{out.o + items[i].query_row * o_row,
@@ -481,10 +498,17 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
   std::vector<float> k, v;
   for (uint32_t t = 0; t < n_append; ++t) {
     for (uint32_t head = 0; head < geometry.n_kv_heads; ++head) {
-      for (uint32_t i = 0; i < geometry.dim; ++i) {
-        const uint64_t position = pair->n_tokens + t;
-        k.push_back(stored_number(pair->key, layer, head, position, i, false));
-        v.push_back(stored_number(pair->key, layer, head, position, i, true));
+      const uint64_t position = pair->n_tokens + t;
+      for (const bool is_v : {false, true}) {
+        std::vector<float>& to = is_v ? v : k;
+        if (geometry.codec == KVM_CODEC_I4) {
+          const std::vector<float> row = rig_.stored_row(pair->key, layer, head, position, is_v);
+          to.insert(to.end(), row.begin(), row.end());
+          continue;
+        }
+        for (uint32_t i = 0; i < geometry.dim; ++i) {
+          to.push_back(stored_number(pair->key, layer, head, position, i, is_v));
+        }
       }
     }
   }
@@ -492,7 +516,8 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
     return;
   }
   const uint64_t row = uint64_t{geometry.n_q_heads} * geometry.dim;
-  expected->host_o.resize(n_query * row);
+  const uint64_t o_row = uint64_t{geometry.n_q_heads} * geometry.dim_v();
+  expected->host_o.resize(n_query * o_row);
   expected->host_lse.resize(n_query * geometry.n_q_heads);
   kvm_item item{};
   item.seq = pair->host;
@@ -512,10 +537,12 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
     params.n_tree_words = n_query;
   }
   params.k = kvm_host_tensor(k.data(), k.size() * 4, KVM_DTYPE_F32);
-  params.v = kvm_host_tensor(v.data(), v.size() * 4, KVM_DTYPE_F32);
+  if (!geometry.v_in_k) {
+    params.v = kvm_host_tensor(v.data(), v.size() * 4, KVM_DTYPE_F32);
+  }
   params.q =
       kvm_host_tensor(q.data() + of.query_row * row, n_query * row * 2, geometry.query_dtype());
-  params.o = kvm_host_tensor(expected->host_o.data(), n_query * row * 4, KVM_DTYPE_F32);
+  params.o = kvm_host_tensor(expected->host_o.data(), n_query * o_row * 4, KVM_DTYPE_F32);
   params.lse =
       kvm_host_tensor(expected->host_lse.data(), expected->host_lse.size() * 4, KVM_DTYPE_F32);
   const kvm_status status = n_query == 0    ? kvm_append(queue_, &params)
@@ -526,7 +553,7 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
 
 void Twins::settle() {
   rig_.driver().settle();
-  const uint32_t dim = rig_.geometry().dim;
+  const uint32_t dim = rig_.geometry().dim_v();
   for (const Expected& row : pending_) {
     for (size_t h = 0; h < row.host_lse.size(); ++h) {
       double wrong = 0, norm = 0;
@@ -547,14 +574,19 @@ void Twins::settle() {
 
 TEST(DeviceModelTest, RandomOperationsGiveWhatTheEngineForCpusGives) {
   const bool nightly = std::getenv("KVM_NIGHTLY") != nullptr;
-  for (uint64_t seed = 1; seed <= (nightly ? 60u : 4u); ++seed) {
+  for (uint64_t seed = 1; seed <= (nightly ? 60u : 5u); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    constexpr uint32_t kCodecs[] = {KVM_CODEC_F16, KVM_CODEC_I8, KVM_CODEC_BF16, KVM_CODEC_F8E4M3};
+    constexpr uint32_t kCodecs[] = {KVM_CODEC_F16, KVM_CODEC_I8, KVM_CODEC_BF16, KVM_CODEC_F8E4M3,
+                                    KVM_CODEC_I4};
     World world;
-    world.geometry.codec = kCodecs[(seed + seed / 4) % 4];
+    world.geometry.codec = kCodecs[(seed + seed / 5) % 5];
     constexpr uint32_t kDims[] = {80, 64, 96, 192};
-    if (world.geometry.codec == KVM_CODEC_F16 || world.geometry.codec == KVM_CODEC_BF16) {
+    if (world.geometry.codec != KVM_CODEC_I4) {
       world.geometry.dim = kDims[seed / 2 % 4];
+      if (seed % 5 == 3) {
+        world.geometry.dim = 576;
+        world.geometry.v_in_k = true;
+      }
       world.pool_bytes = world.pool_bytes * world.geometry.dim / 64;
     }
     Twins twins(seed, world);

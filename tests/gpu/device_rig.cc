@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <utility>
 
 #include "base/codec_id.h"
@@ -52,12 +54,37 @@ float number_of(uint64_t seed) {
   return (static_cast<float>(sum) * 0x1p-16f - 2.0f) * 1.7f;
 }
 
+// What a group of channels reads as once it is in pages of int4 (codecs/low_bits.h).
+void read_as_int4(std::span<float> group) {
+  // Down to bf16, and up.
+  const auto cut = [](float x, bool up) {
+    const float near = bf16_to_f32(f32_to_bf16(x));
+    return near == x || (near > x) == up
+               ? near
+               : bf16_to_f32(f32_to_bf16(x + (up ? 1.0f : -1.0f) * std::fabs(x) * 0x1p-8f));
+  };
+  const float zero = cut(*std::min_element(group.begin(), group.end()), false);
+  const float scale = cut((*std::max_element(group.begin(), group.end()) - zero) / 15.0f, true);
+  for (float& x : group) {
+    x = scale == 0 ? zero : std::nearbyint((x - zero) / scale) * scale + zero;
+  }
+}
+
 }  // namespace
 
 float stored_number(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
                     uint32_t channel, bool is_v) {
-  return number_of((((key * 64 + layer) * 64 + head) * 4096 + position) * 512 + channel * 2 +
+  return number_of((((key * 64 + layer) * 64 + head) * 4096 + position) * 2048 + channel * 2 +
                    (is_v ? 1 : 0));
+}
+
+Geometry latent_geometry(uint32_t n_q_heads) {
+  Geometry geometry;
+  geometry.n_q_heads = n_q_heads;
+  geometry.n_kv_heads = 1;
+  geometry.dim = 576;
+  geometry.v_in_k = true;
+  return geometry;
 }
 
 Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_bytes,
@@ -93,7 +120,9 @@ Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_byt
   space.n_layers = geometry.n_layers;
   space.n_q_heads = geometry.n_q_heads;
   space.n_kv_heads = geometry.n_kv_heads;
+  space.flags = geometry.v_in_k ? uint32_t{KVM_SPACE_V_IN_K} : 0;
   space.head_dim_k = geometry.dim;
+  space.head_dim_v = geometry.dim_v();
   space.codec = geometry.codec;
   space.logit_softcap = geometry.softcap;
   space.sink_logits = geometry.sink_logits.empty() ? nullptr : geometry.sink_logits.data();
@@ -165,6 +194,9 @@ uint8_t* Rig::upload(const void* data, uint64_t size_bytes) {
 }
 
 kvm_tensor Rig::keys(const std::vector<Row>& rows, uint32_t layer, bool is_v) {
+  if (is_v && geometry_.v_in_k) {
+    return {};
+  }
   std::vector<float> values;
   values.reserve(rows.size() * geometry_.n_kv_heads * geometry_.dim);
   for (const Row& row : rows) {
@@ -188,7 +220,7 @@ std::vector<uint16_t> Rig::queries(uint64_t seed, uint32_t n_rows) const {
 
 Rig::Outputs Rig::outputs(uint32_t n_rows) {
   Outputs out;
-  const uint64_t o_bytes = uint64_t{n_rows} * geometry_.n_q_heads * geometry_.dim * 4;
+  const uint64_t o_bytes = uint64_t{n_rows} * geometry_.n_q_heads * geometry_.dim_v() * 4;
   const uint64_t lse_bytes = uint64_t{n_rows} * geometry_.n_q_heads * 4;
   out.o = reinterpret_cast<float*>(allocate(o_bytes));
   out.lse = reinterpret_cast<float*>(allocate(lse_bytes));
@@ -229,15 +261,18 @@ bool Rig::sees(uint32_t layer, uint32_t head, const Query& query, uint64_t posit
          position + policy->n_recent > query.position;
 }
 
-// What a row reads as once it is in pages.
 std::vector<float> Rig::stored_row(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
                                    bool is_v) const {
   std::vector<float> row(geometry_.dim);
   for (uint32_t i = 0; i < geometry_.dim; ++i) {
-    row[i] = stored_number(key, layer, head, position, i, is_v);
+    row[i] = stored_number(key, layer, head, position, i, is_v && !geometry_.v_in_k);
   }
-  if (const auto codec = static_cast<CodecId>(geometry_.codec);
-      codecs::codec_of(codec).is_scaled()) {
+  if (const auto codec = static_cast<CodecId>(geometry_.codec); codec == codecs::kI4) {
+    constexpr uint32_t kGroup = codecs::Codec::kGroupChannels;
+    for (uint32_t first = 0; first < geometry_.dim; first += kGroup) {
+      read_as_int4(std::span(row).subspan(first, kGroup));
+    }
+  } else if (codecs::codec_of(codec).is_scaled()) {
     std::vector<uint8_t> bytes(row.size());
     const uint16_t scale = codecs::encode_row(row.data(), geometry_.dim, codec, bytes.data());
     codecs::decode_row(bytes.data(), codec, &scale, 0, geometry_.dim, row.data());
@@ -254,6 +289,7 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
                      const std::string& where, const float* log_weights,
                      uint64_t log_weight_stride) const {
   const uint32_t group = geometry_.n_q_heads / geometry_.n_kv_heads, dim = geometry_.dim;
+  const uint32_t dim_v = geometry_.dim_v();
   uint32_t stored_in = layer;
   for (const kvm_layer_params& of : geometry_.layers) {
     if (layer >= of.layer_begin && layer < of.layer_begin + of.n_layers &&
@@ -264,7 +300,8 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
   for (uint32_t h = 0; h < geometry_.n_q_heads; ++h) {
     const uint32_t head = h / group;
     const size_t at = (size_t{row} * geometry_.n_q_heads + h) * dim;
-    std::vector<double> logits, o(dim);
+    const size_t o_at = (size_t{row} * geometry_.n_q_heads + h) * dim_v;
+    std::vector<double> logits, o(dim_v);
     std::vector<uint64_t> positions;
     const double sink = geometry_.sink_logits.empty()
                             ? -std::numeric_limits<double>::infinity()
@@ -294,14 +331,14 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
       sum += weight;
       const std::vector<float> v =
           stored_row(shadow.keys[positions[n]], stored_in, head, positions[n], true);
-      for (uint32_t i = 0; i < dim; ++i) {
+      for (uint32_t i = 0; i < dim_v; ++i) {
         o[i] += weight * v[i];
       }
     }
     double wrong = 0, norm = 0;
-    for (uint32_t i = 0; i < dim; ++i) {
+    for (uint32_t i = 0; i < dim_v; ++i) {
       const double expected = sum > 0 ? o[i] / sum : 0;
-      wrong += (got.o[at + i] - expected) * (got.o[at + i] - expected);
+      wrong += (got.o[o_at + i] - expected) * (got.o[o_at + i] - expected);
       norm += expected * expected;
     }
     // A NaN is wrong as well.

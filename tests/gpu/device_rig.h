@@ -34,15 +34,20 @@ struct Geometry {
   uint32_t n_layers = 2;
   uint32_t n_q_heads = 4;
   uint32_t n_kv_heads = 2;
-  uint32_t dim = 64;
+  uint32_t dim = 64;    // of keys
+  bool v_in_k = false;  // values are the first dim_v channels of keys
+  uint32_t dim_v() const { return v_in_k ? 512 : dim; }
   uint32_t codec = KVM_CODEC_BF16;
-  // Of queries: where rows are bytes another one.
+  // Of queries: where rows are narrow another one.
   uint32_t query_dtype() const { return codec == KVM_CODEC_F16 ? KVM_DTYPE_F16 : KVM_DTYPE_BF16; }
   float softcap = 0;
   std::vector<float> sink_logits;  // [layer][q head], or empty
   std::vector<kvm_layer_params> layers;
   std::vector<kvm_policy_params> policies;
 };
+
+// Multi-head latent attention: one key of 576 channels, its value in it.
+Geometry latent_geometry(uint32_t n_q_heads);
 
 // Which tokens a sequence has: those of `key` up to `n_tokens`, where older parts may have other
 // keys.
@@ -80,7 +85,7 @@ class Rig {
     return kvm_device_tensor(upload(values.data(), size), size, dtype);
   }
 
-  // K or V of rows, [row][kv head][dim] in fp32.
+  // K or V of rows, [row][kv head][dim] in fp32; nothing for V where it is in K.
   struct Row {
     uint64_t key = 0;
     uint64_t position = 0;
@@ -109,10 +114,12 @@ class Rig {
                   const Shadow& shadow, const Query& query, const std::string& where,
                   const float* log_weights = nullptr, uint64_t log_weight_stride = 0) const;
 
- private:
-  bool sees(uint32_t layer, uint32_t head, const Query& query, uint64_t position) const;
+  // What a row reads as once it is in pages.
   std::vector<float> stored_row(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
                                 bool is_v) const;
+
+ private:
+  bool sees(uint32_t layer, uint32_t head, const Query& query, uint64_t position) const;
 
   Geometry geometry_;
   std::unique_ptr<kvm::testing::Daemon> daemon_;  // null: the memory is this process's

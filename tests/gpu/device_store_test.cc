@@ -128,10 +128,11 @@ TEST(DevicePoolTest, ExtentsAreShortWhateverThePage) {
   FakeOptions options;
   options.granularity_bytes = kGranule;
   FakeDriver driver(options);
-  constexpr uint16_t kDims[] = {64, 128, 256};
+  constexpr uint16_t kDims[] = {64, 80, 96, 128, 192, 256};
   constexpr uint16_t kHeads[] = {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 64, 128};
   uint32_t n_classes = 0;
-  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId codec :
+       {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     for (const uint16_t dim : kDims) {
       for (const uint16_t n_heads : kHeads) {
         tiers::SlabClass of = slab_of(n_heads);

@@ -55,7 +55,7 @@ std::string codec_answer(kvm_client* client, const codecs::Codec& codec) {
   // Codecs of blocks are those of policies, not of a whole space.
   kvm_codec_params entry{};
   space.codec = KVM_CODEC_BF16;
-  if (codec.has_kernels() && codec.tail == codec.id) {
+  if (codec.rows_are_own()) {
     space.codec = static_cast<uint32_t>(codec.id);
   } else {
     entry.codec_k = entry.codec_v = static_cast<uint32_t>(codec.id);

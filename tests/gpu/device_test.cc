@@ -12,9 +12,11 @@
 
 #include "base/codec_id.h"
 #include "base/dtype.h"
+#include "base/limits.h"
 #include "base/splitmix.h"
 #include "codecs/codec.h"
 #include "codecs/convert.h"
+#include "codecs/low_bits.h"
 #include "tests/gpu/device_rig.h"
 
 namespace kvm::device::testing {
@@ -213,6 +215,7 @@ TEST_P(DeviceShapes, PrefillsAndDecodes) {
   Geometry geometry;
   geometry.codec = shape.codec;
   geometry.dim = shape.dim;
+  geometry.v_in_k = shape.dim == 576;
   geometry.n_q_heads = shape.n_q_heads;
   geometry.n_kv_heads = shape.n_kv_heads;
   Rig rig({}, geometry);
@@ -235,20 +238,83 @@ TEST_P(DeviceShapes, PrefillsAndDecodes) {
   EXPECT_EQ(info.n_pages, 3u);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, DeviceShapes,
-                         ::testing::Values(Shape{"bf16_d64", KVM_CODEC_BF16, 64, 4, 2, 2},
-                                           Shape{"fp16_d128_group8", KVM_CODEC_F16, 128, 8, 1, 4},
-                                           Shape{"bf16_d80_group5", KVM_CODEC_BF16, 80, 10, 2, 4},
-                                           Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 1},
-                                           Shape{"bf16_d96_group8", KVM_CODEC_BF16, 96, 8, 1, 4},
-                                           Shape{"fp16_d96", KVM_CODEC_F16, 96, 3, 3, 2},
-                                           Shape{"bf16_d192_group8", KVM_CODEC_BF16, 192, 8, 1, 4},
-                                           Shape{"fp16_d192", KVM_CODEC_F16, 192, 6, 2, 1},
-                                           Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
-                                           Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
-                                           Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
-                                           Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1}),
+INSTANTIATE_TEST_SUITE_P(
+    All, DeviceShapes,
+    ::testing::Values(Shape{"bf16_d64", KVM_CODEC_BF16, 64, 4, 2, 2},
+                      Shape{"fp16_d128_group8", KVM_CODEC_F16, 128, 8, 1, 4},
+                      Shape{"bf16_d80_group5", KVM_CODEC_BF16, 80, 10, 2, 4},
+                      Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 1},
+                      Shape{"bf16_d96_group8", KVM_CODEC_BF16, 96, 8, 1, 4},
+                      Shape{"fp16_d96", KVM_CODEC_F16, 96, 3, 3, 2},
+                      Shape{"bf16_d192_group8", KVM_CODEC_BF16, 192, 8, 1, 4},
+                      Shape{"fp16_d192", KVM_CODEC_F16, 192, 6, 2, 1},
+                      Shape{"bf16_d256", KVM_CODEC_BF16, 256, 2, 2, 1},
+                      Shape{"int8_d64", KVM_CODEC_I8, 64, 4, 2, 8},
+                      Shape{"fp8_d128_group8", KVM_CODEC_F8E4M3, 128, 8, 1, 4},
+                      Shape{"int8_d256", KVM_CODEC_I8, 256, 2, 2, 1},
+                      Shape{"int8_d80_group5", KVM_CODEC_I8, 80, 10, 2, 4},
+                      Shape{"fp8_d96_group8", KVM_CODEC_F8E4M3, 96, 8, 1, 4},
+                      Shape{"int8_d192", KVM_CODEC_I8, 192, 6, 2, 1},
+                      Shape{"int4_d64", KVM_CODEC_I4, 64, 4, 2, 8},
+                      Shape{"int4_d128_group8", KVM_CODEC_I4, 128, 8, 1, 4},
+                      Shape{"int4_d256", KVM_CODEC_I4, 256, 2, 2, 1},
+                      Shape{"bf16_mla_group16", KVM_CODEC_BF16, 576, 16, 1, 1},
+                      Shape{"fp16_mla_group32", KVM_CODEC_F16, 576, 32, 1, 1},
+                      Shape{"bf16_mla_group128", KVM_CODEC_BF16, 576, 128, 1, 1},
+                      Shape{"fp16_mla_two_heads", KVM_CODEC_F16, 576, 32, 2, 4}),
+    [](const auto& param) { return param.param.name; });
+
+// Chunks of prompts behind each other and behind decode steps, in a batch of the prefill kernel.
+class DevicePrefills : public ::testing::TestWithParam<Shape> {};
+
+TEST_P(DevicePrefills, TakeChunksOfAnyLength) {
+  const Shape& shape = GetParam();
+  Geometry geometry;
+  geometry.n_layers = 1;
+  geometry.codec = shape.codec;
+  geometry.dim = shape.dim;
+  geometry.n_q_heads = shape.n_q_heads;
+  geometry.n_kv_heads = shape.n_kv_heads;
+  Rig rig({}, geometry);
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(3, 256, shape.max_query));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  std::vector<Step> steps;
+  steps.push_back({&rig, batch, {{&a, 67, 67}}, 1});
+  steps.push_back({&rig, batch, {{&a, 1, 1}, {nullptr, 0, 0}, {&b, 40, 7}}, 2});
+  steps.push_back({&rig, batch, {{&b, 33, 33}, {&a, 64, 65}}, 3});
+  steps.push_back({&rig, batch, {{&a, 0, 2}}, 4});
+  run_all(&rig, &steps);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, DevicePrefills,
+                         ::testing::Values(Shape{"bf16_d128_group4", KVM_CODEC_BF16, 128, 4, 1, 67},
+                                           Shape{"fp16_d80", KVM_CODEC_F16, 80, 2, 2, 200},
+                                           Shape{"bf16_d192_group3", KVM_CODEC_BF16, 192, 3, 1, 67},
+                                           Shape{"int8_d64_group16", KVM_CODEC_I8, 64, 16, 1, 256},
+                                           Shape{"fp8_d96", KVM_CODEC_F8E4M3, 96, 2, 1, 100},
+                                           Shape{"int8_d192_group2", KVM_CODEC_I8, 192, 2, 1, 100},
+                                           Shape{"fp8_d256", KVM_CODEC_F8E4M3, 256, 2, 1, 65536}),
                          [](const auto& param) { return param.param.name; });
+
+// The prefill kernel has not all rows that the decode kernel has.
+TEST(DeviceTest, PromptsOfRowsThatTheirKernelHasNotAreRefused) {
+  Geometry of_4_bits, bytes_of_80;
+  of_4_bits.codec = KVM_CODEC_I4;
+  bytes_of_80.codec = KVM_CODEC_I8;
+  bytes_of_80.dim = 80;
+  for (const Geometry& geometry : {of_4_bits, bytes_of_80, latent_geometry(16)}) {
+    FakeOptions options;
+    options.emulate = false;
+    Rig rig(options, geometry);
+    kvm_cuda_batch_params params = rig.batch_params(1, 100, 65);
+    kvm_cuda_batch* batch = nullptr;
+    EXPECT_EQ(kvm_cuda_batch_create(rig.client(), &params, &batch), KVM_ERR_UNSUPPORTED);
+    EXPECT_NE(std::string(kvm_last_error()).find("it is at most 64"), std::string::npos)
+        << kvm_last_error();
+    params.max_query = 64;
+    rig.batch(params);
+  }
+}
 
 // Layer 0 and 1 have a head with sinks and a window, 1 a window of its own, 3 reads the keys of 0.
 Geometry mixed_geometry() {
@@ -307,6 +373,48 @@ TEST(DeviceTest, HeadsKeepWhatTheirPoliciesSay) {
   EXPECT_EQ(kvm_seq_truncate(rig.client(), a.id, 100), KVM_ERR_PARTIAL);
   kvm_seq_id child = 0;
   EXPECT_EQ(kvm_seq_fork(rig.client(), a.id, 100, &child), KVM_ERR_PARTIAL);
+}
+
+// Windows move with each row of a chunk, and an update drops no page that one of its rows sees.
+TEST(DeviceTest, ChunksSeeWhatPoliciesAndWindowsSay) {
+  Geometry geometry = mixed_geometry();
+  geometry.softcap = 3.0f;
+  geometry.sink_logits = {1, -INFINITY, 2, 0, 1, 1, 3, -1, 0, 2, 1, 1, 1, 2, -INFINITY, 0};
+  Rig rig({}, geometry);
+  kvm_cuda_batch* const chunks = rig.batch(rig.batch_params(2, 300, 200));
+  kvm_cuda_batch* const decodes = rig.batch(rig.batch_params(2, 4, 1));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  std::vector<Step> steps;
+  steps.push_back({&rig, chunks, {{&a, 180, 180}, {&b, 70, 70}}, 1});
+  steps.push_back({&rig, decodes, {{&a, 1, 1}, {&b, 1, 1}}, 2});
+  steps.push_back({&rig, chunks, {{&b, 20, 20}, {&a, 130, 130}}, 3});
+  // Of tokens that were appended before, too.
+  steps.push_back({&rig, chunks, {{&a, 2, 70}}, 4});
+  run_all(&rig, &steps);
+  // What a decode step has dropped a chunk's first rows do not see.
+  Step decode(&rig, decodes, {{&a, 1, 1}}, 5);
+  decode.run();
+  Step late(&rig, chunks, {{&a, 1, 200}}, 6);
+  EXPECT_EQ(late.update(), KVM_ERR_PARTIAL) << kvm_last_error();
+  rig.driver().settle();
+  decode.check("decode");
+}
+
+TEST(DeviceTest, BatchesOfChunksHaveNoTrees) {
+  Rig rig({}, {});
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 100, 65));
+  const Seq a = make(&rig, 1);
+  const uint64_t words[2] = {1, 3};
+  kvm_cuda_item item{};
+  item.seq = a.id;
+  item.n_append = 2;
+  item.n_query = 2;
+  item.tree_mask = words;
+  EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_ERR_UNSUPPORTED);
+  EXPECT_NE(std::string(kvm_last_error()).find("max_query is 65"), std::string::npos)
+      << kvm_last_error();
+  item.tree_mask = nullptr;
+  EXPECT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_OK) << kvm_last_error();
 }
 
 // Rows of a tree, as a draft model proposes them: steps that append a tree and ask all of it, and
@@ -662,12 +770,13 @@ TEST(DeviceTest, ForksShareAndCopyOnWrite) {
 }
 
 // One capture of all layers serves steps of other sequences, lengths and numbers of rows.
-TEST(DeviceTest, ACapturedGraphServesEveryStep) {
+// In a batch of the decode kernel, or of the prefill kernel, which knows no trees.
+void serve_every_step(bool prefill) {
   Geometry geometry;
   Rig rig({}, geometry);
   constexpr uint32_t kItems = 3, kRows = 6;
   // A batch that takes prompts too: the graph is for steps of at most kRows rows.
-  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(kItems, 200, 2));
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(kItems, 200, prefill ? 150 : 2));
   Seq seqs[kItems] = {make(&rig, 1), make(&rig, 2), make(&rig, 3)};
 
   const uint64_t row_bytes = geometry.n_kv_heads * geometry.dim * 4;
@@ -701,7 +810,7 @@ TEST(DeviceTest, ACapturedGraphServesEveryStep) {
   for (uint64_t step = 1; step <= 70; ++step) {
     if (step % 20 == 0) {
       Seq other = make(&rig, 100 + step);
-      Step prompt(&rig, batch, {{&other, 150, 2}}, step);
+      Step prompt(&rig, batch, {{&other, 150, prefill ? 90u : 2u}}, step);
       prompt.run();
       rig.driver().settle();
       prompt.check("a prompt between replays");
@@ -719,7 +828,7 @@ TEST(DeviceTest, ACapturedGraphServesEveryStep) {
         item.append_row = static_cast<uint32_t>(rows.size());
         item.n_query = static_cast<uint32_t>(chance >> 16) % (item.n_append + 1);
         item.query_row = i * 2;
-        if (item.n_query != 0 && chance >> 60 < 8) {
+        if (item.n_query != 0 && chance >> 60 < 8 && !prefill) {
           trees[i] = random_tree(item.n_query, chance);
           item.tree_mask = trees[i].data();
         }
@@ -758,6 +867,39 @@ TEST(DeviceTest, ACapturedGraphServesEveryStep) {
       }
     }
   }
+}
+
+TEST(DeviceTest, ACapturedGraphServesEveryStep) { serve_every_step(false); }
+TEST(DeviceTest, ACapturedGraphServesEveryChunk) { serve_every_step(true); }
+
+TEST(DeviceTest, ReproducibleChunksGiveTheSameBits) {
+  FakeOptions options;
+  Geometry geometry;
+  geometry.n_layers = 1;
+  geometry.n_q_heads = 2;
+  geometry.n_kv_heads = 1;
+  std::vector<float> results[2];
+  for (uint32_t n = 0; n < 2; ++n) {
+    options.blocks = n == 0 ? 2 : 7;
+    Rig rig(options, geometry);
+    kvm_cuda_batch_params params = rig.batch_params(3, 6000, 100, 8000);
+    params.flags = KVM_CUDA_REPRODUCIBLE;
+    kvm_cuda_batch* const batch = rig.batch(params);
+    Seq a = make(&rig, 1), b = make(&rig, 2);
+    // One block of rows, which is cut at token 4,096.
+    std::vector<Share> shares = {{&a, 4500, 2}};
+    if (n == 1) {
+      shares.push_back({&b, 80, 80});
+    }
+    Step step(&rig, batch, shares, 5);
+    step.run();
+    rig.driver().settle();
+    step.check("reproducible");
+    const uint32_t n_rows = 2 * geometry.n_q_heads;
+    results[n].assign(step.outputs(0).o, step.outputs(0).o + n_rows * geometry.dim);
+    results[n].insert(results[n].end(), step.outputs(0).lse, step.outputs(0).lse + n_rows);
+  }
+  EXPECT_EQ(std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4), 0);
 }
 
 TEST(DeviceTest, ReproducibleBatchesGiveTheSameBits) {
@@ -904,10 +1046,118 @@ TEST(DeviceTest, PagesAreWhatFlashInferReads) {
   }
 }
 
+// [n_pages, 64, 576] and nothing else: values are the first channels.
+TEST(DeviceTest, LatentPagesAreWhatMlaKernelsRead) {
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, latent_geometry(16));
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 300, 1));
+  Seq a = make(&rig, 1);
+  Step step(&rig, batch, {{&a, 130, 1}}, 1);
+  step.run();
+  rig.driver().settle();
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    const kvm_cuda_pages pages = pages_of(batch, layer, 0);
+    EXPECT_EQ(pages.v, pages.k);
+    EXPECT_EQ(pages.head_dim, 576u);
+    EXPECT_EQ(pages.head_dim_v, 512u);
+    EXPECT_EQ(pages.token_stride, 576u * 2);
+    EXPECT_EQ(pages.page_stride, 2u * 64 * 576 * 2);  // of both layers
+    uint64_t n_tokens = 0;
+    const std::vector<int32_t> indices = indices_of(batch, layer, 0, 0, &n_tokens);
+    ASSERT_EQ(n_tokens, 130u);
+    for (uint32_t token = 0; token < n_tokens; ++token) {
+      const auto* const row = reinterpret_cast<const uint16_t*>(static_cast<uintptr_t>(
+          pages.k + static_cast<uint64_t>(indices[token / 64]) * pages.page_stride +
+          token % 64 * pages.token_stride));
+      for (uint32_t i = 0; i < 576; ++i) {
+        ASSERT_EQ(row[i], f32_to_bf16(stored_number(1, layer, 0, token, i, false)));
+      }
+    }
+  }
+  step.check("attended");
+}
+
+TEST(DeviceTest, LatentRowsAreAppendedWithoutValues) {
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, latent_geometry(64));
+  kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 4, 1));
+  Seq a = make(&rig, 1);
+  Step step(&rig, batch, {{&a, 4, 1}}, 1);
+  ASSERT_EQ(step.update(), KVM_OK) << kvm_last_error();
+  const kvm_tensor k = rig.keys({{1, 0}, {1, 1}, {1, 2}, {1, 3}}, 0, false);
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &k, rig.stream()), KVM_ERR_INVALID);
+  EXPECT_NE(std::string(kvm_last_error()).find("KVM_SPACE_V_IN_K"), std::string::npos);
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, nullptr, rig.stream()), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(step.launch(), KVM_OK) << kvm_last_error();
+  rig.driver().settle();
+  step.check("attended");
+
+  Rig plain(options, {});
+  kvm_cuda_batch* const other = plain.batch(plain.batch_params(1, 1, 1));
+  Seq b = make(&plain, 1);
+  Step one(&plain, other, {{&b, 1, 1}}, 1);
+  ASSERT_EQ(one.update(), KVM_OK) << kvm_last_error();
+  const kvm_tensor row = plain.keys({{1, 0}}, 0, false);
+  EXPECT_EQ(kvm_cuda_append(other, 0, &row, nullptr, plain.stream()), KVM_ERR_INVALID);
+  plain.driver().settle();
+}
+
+// Drafts of trees, forks, policies, reproducible cuts: what latent rows share with others.
+TEST(DeviceTest, LatentRowsTakeDraftsForksAndWindows) {
+  for (const bool emulate : {false, true}) {
+    FakeOptions options;
+    options.emulate = emulate;
+    Geometry geometry = latent_geometry(16);
+    geometry.n_layers = 3;
+    geometry.softcap = 20;
+    kvm_policy_params window{};
+    window.layer_begin = 1;
+    window.n_layers = 1;
+    window.retention = KVM_RETAIN_SINKS_RECENT;
+    window.n_sinks = 4;
+    window.n_recent = 70;
+    geometry.policies = {window};
+    Rig rig(options, geometry);
+    kvm_cuda_batch_params params = rig.batch_params(2, 200, 6);
+    params.flags = emulate ? uint32_t{KVM_CUDA_REPRODUCIBLE} : 0;
+    kvm_cuda_batch* const batch = rig.batch(params);
+    Seq a = make(&rig, 1);
+    std::vector<Step> steps;
+    steps.push_back({&rig, batch, {{&a, 150, 1}}, 1});
+    steps[0].run();
+    Seq b = fork_of(&rig, a, 140, 2);
+    steps.push_back({&rig, batch, {{&a, 5, 5, random_tree(5, 3)}, {&b, 2, 2}}, 2});
+    steps[1].run();
+    rig.driver().settle();
+    steps[0].check("prompt");
+    steps[1].check("draft");
+    truncate(&rig, &a, 152);
+    Step last(&rig, batch, {{&a, 1, 1}, {&b, 6, 6, random_tree(6, 4)}}, 3);
+    last.run();
+    rig.driver().settle();
+    last.check("next");
+  }
+}
+
+// Encodes a row of int4: the first one of a page, for pages are what there is an encoder of.
+void write_int4_row(const std::vector<float>& x, uint8_t* row, void* params) {
+  const codecs::Codec& codec = codecs::codec_of(codecs::kI4);
+  const auto dim = static_cast<uint32_t>(x.size());
+  std::vector<float> page(kPageTokens * x.size());
+  std::copy(x.begin(), x.end(), page.begin());
+  std::vector<uint8_t> codes(codec.head_rows_bytes(dim));
+  std::vector<uint16_t> all(codec.n_scales(dim));
+  ASSERT_TRUE(codecs::encode_low_bits(codec, page.data(), dim, nullptr, codes.data(), all.data()));
+  std::memcpy(row, codes.data(), codec.row_bytes(dim));
+  std::memcpy(params, all.data(), dim / 16);
+}
+
 // An engine that writes and reads rows by itself: with scales, and of classes of heads of which one
 // drops pages.
 TEST(DeviceTest, PagesMayBeWrittenByTheEngine) {
-  for (const uint32_t codec : {KVM_CODEC_BF16, KVM_CODEC_I8}) {
+  for (const uint32_t codec : {KVM_CODEC_BF16, KVM_CODEC_I8, KVM_CODEC_I4}) {
     FakeOptions options;
     options.emulate = false;
     Geometry geometry = mixed_geometry();
@@ -945,13 +1195,18 @@ TEST(DeviceTest, PagesMayBeWrittenByTheEngine) {
               for (uint32_t i = 0; i < geometry.dim; ++i) {
                 x[i] = stored_number(1, layer, heads[h], token, i, is_v);
               }
+              const uint64_t params_at =
+                  (is_v ? pages.v_scales : pages.k_scales) + in_page + h * pages.scale_head_stride;
               if (codec == KVM_CODEC_I8) {
                 const uint16_t scale =
                     codecs::encode_row(x.data(), geometry.dim, CodecId::kI8, row);
-                std::memcpy(reinterpret_cast<void*>(static_cast<uintptr_t>(
-                                (is_v ? pages.v_scales : pages.k_scales) + in_page +
-                                h * pages.scale_head_stride + token % 64 * 2)),
-                            &scale, 2);
+                std::memcpy(
+                    reinterpret_cast<void*>(static_cast<uintptr_t>(params_at + token % 64 * 2)),
+                    &scale, 2);
+              } else if (codec == KVM_CODEC_I4) {
+                write_int4_row(x, row,
+                               reinterpret_cast<void*>(static_cast<uintptr_t>(
+                                   params_at + token % 64 * geometry.dim / 16)));
               } else {
                 for (uint32_t i = 0; i < geometry.dim; ++i) {
                   reinterpret_cast<uint16_t*>(row)[i] = f32_to_bf16(x[i]);
@@ -1326,14 +1581,28 @@ TEST(DeviceTest, SpacesThatADeviceCannotHoldAreRefused) {
   EXPECT_EQ(refused([](auto* s) { s->codec = KVM_CODEC_F32; }), KVM_ERR_UNSUPPORTED);
   EXPECT_EQ(refused([](auto* s) { s->head_dim_k = 112; }), KVM_ERR_UNSUPPORTED);
   for (const uint32_t dim : {80u, 96u, 192u}) {
-    for (const uint32_t bytes : {KVM_CODEC_I8, KVM_CODEC_F8E4M3}) {
-      EXPECT_EQ(refused([=](auto* s) { s->head_dim_k = dim, s->codec = bytes; }),
-                KVM_ERR_UNSUPPORTED);
-      EXPECT_NE(std::string(kvm_last_error()).find("in pages of fp16 or bf16, 80, 96 or 192"),
-                std::string::npos);
-    }
+    EXPECT_EQ(refused([=](auto* s) {
+                s->head_dim_k = s->head_dim_v = dim;
+                s->codec = KVM_CODEC_I4;
+              }),
+              KVM_ERR_UNSUPPORTED);
+    EXPECT_NE(std::string(kvm_last_error()).find("but in pages of int4, 80, 96 or 192"),
+              std::string::npos);
   }
   EXPECT_EQ(refused([](auto* s) { s->head_dim_v = 128; }), KVM_ERR_UNSUPPORTED);
+  // Values in keys: of other dims, in rows of bytes, of more q heads than there may be.
+  const auto latent = [](auto* s, uint32_t n_q_heads) {
+    s->flags = KVM_SPACE_V_IN_K;
+    s->head_dim_k = 576;
+    s->head_dim_v = 512;
+    s->n_q_heads = n_q_heads;
+    s->n_kv_heads = 1;
+  };
+  EXPECT_EQ(refused([&](auto* s) { latent(s, 128); }), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(refused([&](auto* s) { latent(s, 16), s->head_dim_v = 576; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([&](auto* s) { latent(s, 16), s->codec = KVM_CODEC_I8; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->flags = KVM_SPACE_V_IN_K; }), KVM_ERR_UNSUPPORTED);
+  EXPECT_EQ(refused([](auto* s) { s->n_q_heads = 32, s->n_kv_heads = 1; }), KVM_ERR_UNSUPPORTED);
   kvm_index_params index{};
   index.kind = KVM_INDEX_SKETCH;
   EXPECT_EQ(refused([&](auto* s) { s->indexes = &index, s->n_indexes = 1; }), KVM_ERR_UNSUPPORTED);

@@ -227,16 +227,17 @@ TEST_P(DriverTest, ScattersAndMoves) {
   driver_->free(memory);
 }
 
-// Two tokens, one kv head, a group of 2, in two pieces that are merged.
+// Two tokens, one kv head, a group of 2, in two pieces that are merged; by both kernels.
 TEST_P(DriverTest, AppendsAndAttends) {
   constexpr uint32_t kDim = 64, kPageTokens = 64;
+  constexpr uint64_t kRoom = 131072;
   constexpr uint64_t kPlane = kPageTokens * kDim * 2;
   const uint64_t unit = driver_->facts().granularity_bytes;
   const uint64_t pool_bytes = round_up(4 * kPlane, unit);
   uint8_t* const pool = take(driver_->reserve(pool_bytes));
   ok(driver_->map(pool, pool_bytes));
-  uint8_t* const memory = take(driver_->allocate(65536));
-  const HostBuffer host(driver_.get(), 65536);
+  uint8_t* const memory = take(driver_->allocate(kRoom));
+  const HostBuffer host(driver_.get(), kRoom);
 
   // Laid out alike on both sides.
   struct Inputs {
@@ -247,13 +248,13 @@ TEST_P(DriverTest, AppendsAndAttends) {
     uint32_t table[8];
     Work work[2];
     Merge merges[1];
-    alignas(16) float partial_o[2][16][kDim];
-    float partial_lse[2][16];
+    alignas(16) float partial_o[2][attention::gpu::kPrefillRows][kDim];
+    float partial_lse[2][attention::gpu::kPrefillRows];
     alignas(16) float o[2][kDim];
     float lse[2];
     uint16_t heads[8];
   };
-  static_assert(sizeof(Inputs) <= 65536);
+  static_assert(sizeof(Inputs) <= kRoom);
   auto* const in = new (host.data()) Inputs();
   auto* const on = reinterpret_cast<Inputs*>(memory);
   for (uint32_t i = 0; i < kDim; ++i) {
@@ -313,25 +314,29 @@ TEST_P(DriverTest, AppendsAndAttends) {
   decode.partial_o = &on->partial_o[0][0][0];
   decode.partial_lse = &on->partial_lse[0][0];
   decode.scale_log2 = std::numbers::log2e_v<float>;
-  const DecodeKernel kernel{CodecId::kBf16, kDim, 16};
-  EXPECT_GE(take(driver_->decode_blocks(kernel)), 1u);
-  ok(driver_->decode(kernel, decode, 2, stream_));
-  MergeParams merge;
-  merge.tensors = tensors;
-  merge.merges = on->merges;
-  merge.n_merges = &on->n_merges;
-  merge.partial_o = decode.partial_o;
-  merge.partial_lse = decode.partial_lse;
-  merge.rows = 2;
-  merge.block_rows = 16;
-  ok(driver_->merge(kDim, merge, 1, stream_));
-  ok(driver_->copy(in, memory, sizeof(Inputs), stream_));
-  ok(driver_->synchronize_device());
-  for (uint32_t row = 0; row < 2; ++row) {
-    const double a = std::exp(row == 0 ? 2.0 : 0.0), b = std::exp(row == 0 ? 1.0 : 3.0);
-    EXPECT_NEAR(in->lse[row], std::log(a + b), 1e-5);
-    for (uint32_t i = 0; i < kDim; ++i) {
-      EXPECT_NEAR(in->o[row][i], (a + b * (i % 4)) / (a + b), 2e-2) << row << " " << i;
+  for (const uint32_t block_rows : {16u, attention::gpu::kPrefillRows}) {
+    in->lse[0] = in->lse[1] = -1.0f;  // not the results of the other one
+    ok(driver_->copy(memory, in, sizeof(Inputs), stream_));
+    const DecodeKernel kernel{CodecId::kBf16, kDim, block_rows};
+    EXPECT_GE(take(driver_->decode_blocks(kernel)), 1u);
+    ok(driver_->decode(kernel, decode, 2, stream_));
+    MergeParams merge;
+    merge.tensors = tensors;
+    merge.merges = on->merges;
+    merge.n_merges = &on->n_merges;
+    merge.partial_o = decode.partial_o;
+    merge.partial_lse = decode.partial_lse;
+    merge.rows = 2;
+    merge.block_rows = block_rows;
+    ok(driver_->merge(kDim, merge, 1, stream_));
+    ok(driver_->copy(in, memory, sizeof(Inputs), stream_));
+    ok(driver_->synchronize_device());
+    for (uint32_t row = 0; row < 2; ++row) {
+      const double a = std::exp(row == 0 ? 2.0 : 0.0), b = std::exp(row == 0 ? 1.0 : 3.0);
+      EXPECT_NEAR(in->lse[row], std::log(a + b), 1e-5);
+      for (uint32_t i = 0; i < kDim; ++i) {
+        EXPECT_NEAR(in->o[row][i], (a + b * (i % 4)) / (a + b), 2e-2) << row << " " << i;
+      }
     }
   }
   driver_->unmap(pool, pool_bytes);

@@ -45,8 +45,10 @@ class Suite {
   }
 
  private:
-  void launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
-              std::span<const std::span<uint8_t>> memory, const std::function<void()>& body);
+  // Says whether the kernel lets the next one begin. begins_early: it may itself.
+  bool launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+              std::span<const std::span<uint8_t>> memory, const std::function<void()>& body,
+              bool begins_early = false);
   void conclude(const std::string& name, bool right, double error_o, double error_lse);
 
   uint64_t seed_;
@@ -58,13 +60,15 @@ class Suite {
   std::string faults_;  // of the current configuration
 };
 
-void Suite::launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
-                   std::span<const std::span<uint8_t>> memory, const std::function<void()>& body) {
+bool Suite::launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                   std::span<const std::span<uint8_t>> memory, const std::function<void()>& body,
+                   bool begins_early) {
   std::vector<emulator::Range> ranges;
   for (const std::span<uint8_t> range : memory) {
     ranges.push_back({range.data(), range.size()});
   }
-  const emulator::Report report = emulator::run({blocks, threads, shared_bytes, ranges}, body);
+  const emulator::Report report =
+      emulator::run({blocks, threads, shared_bytes, ranges, begins_early}, body);
   if (report.n_faults != 0) {
     faults_ += std::string(kernel) + ": " + std::to_string(report.n_faults) +
                " faults, first: " + report.first_fault + ". ";
@@ -73,6 +77,7 @@ void Suite::launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32
     faults_ +=
         std::string(kernel) + ": " + std::to_string(report.n_bank_conflicts) + " bank conflicts. ";
   }
+  return report.lets_next_begin;
 }
 
 void Suite::conclude(const std::string& name, bool right, double error_o, double error_lse) {
@@ -105,13 +110,23 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
   const MergeParams merge = one.merge_params(plan);
   one.clear_results();
   const auto memory = one.memory();
-  launch("decode", plan.n_blocks, Shape::kThreads, Shape::kSharedBytes, memory,
-         [&] { decode_thread<Shape>(params); });
+  const bool lets_begin =
+      launch(spec.prefill ? "prefill" : "decode", plan.n_blocks, Shape::kThreads,
+             Shape::kSharedBytes, memory, [&] { attend_thread<Shape>(params); });
+  // Whatever else may come next need not wait.
+  if (lets_begin != (plan.n_blocks != 0 && !plan.merges.empty())) {
+    faults_ += lets_begin ? "attention: lets others than a merge begin. "
+                          : "attention: does not let the merge begin. ";
+  }
   if (!plan.merges.empty()) {
     const auto blocks = static_cast<uint32_t>(plan.merges.size()) * plan.max_rows;
-    launch("merge", blocks, kMergeThreads, kMergeSharedBytes, memory, [&] {
-      visit_head_dim(spec.dim, [&merge]<class Tag>(Tag) { merge_thread<Tag::kDim>(merge); });
-    });
+    launch(
+        "merge", blocks, kMergeThreads, kMergeSharedBytes, memory,
+        [&] {
+          visit_value_dim(spec.dim_v(),
+                          [&merge]<class Tag>(Tag) { merge_thread<Tag::kDim>(merge); });
+        },
+        true);
   }
   const Case::Errors errors = one.errors();
   const bool bf16 = spec.codec == CodecId::kBf16 || spec.dtype_o == Dtype::kBf16;
@@ -175,9 +190,10 @@ void Suite::merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty, bool sinks) 
       bytes(o),           bytes(lse),
       bytes(sink_logits), {reinterpret_cast<uint8_t*>(&n_merges), sizeof n_merges}};
   // Fewer blocks than rows.
-  launch("merge", kRows / 2 + 1, kMergeThreads, kMergeSharedBytes, memory, [&] {
-    visit_head_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
-  });
+  launch(
+      "merge", kRows / 2 + 1, kMergeThreads, kMergeSharedBytes, memory,
+      [&] { visit_value_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); }); },
+      true);
   bool right = true;
   for (uint32_t row = 0; row < kRows; ++row) {
     const bool empty = totals[row] == 0;
@@ -287,7 +303,7 @@ int run(bool quiet, bool first, uint64_t seed) {
   suite.decode_with<DecodeShape<Element::kBf16, 128, 16, 4, 8, 1>>(other, "4 stages, 8 warps");
   // What sm_80 has instead of the shipped shapes.
   for (const codecs::Codec& codec : codecs::kCodecs) {
-    for (const uint32_t dim : kHeadDims) {
+    for (const uint32_t dim : kKeyDims) {
       for (const uint32_t n_query : {1u, 7u}) {
         CaseSpec spec{
             .codec = codec.id, .dim = dim, .n_query = n_query, .lengths = {500, 33}, .blocks = 3};
@@ -298,8 +314,18 @@ int run(bool quiet, bool first, uint64_t seed) {
         });
       }
     }
+    for (const uint32_t group : {16u, 32u, 128u}) {
+      CaseSpec spec{
+          .codec = codec.id, .dim = kMlaDim, .group = group, .lengths = {300, 33}, .blocks = 3};
+      spec.name = std::string(codec.name) + " mla g" + std::to_string(group);
+      visit_shape(codec.id, spec.dim, spec.block_rows(), [&]<class Shape>(Shape) {
+        suite.decode_with<Sm80Shape<Shape>>(spec, " of sm_80");
+        suite.decode_with<SmallShape<Shape>>(spec, " of sm_120");
+      });
+    }
   }
-  for (const uint32_t dim : kHeadDims) {
+  for (const uint32_t key_dim : kKeyDims) {
+    const uint32_t dim = value_dim(key_dim);
     suite.merge(dim, 2, 0);
     suite.merge(dim, 37, 5);
     suite.merge(dim, kMaxMergeSlots, 100);

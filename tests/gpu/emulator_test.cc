@@ -153,6 +153,33 @@ TEST(Emulator, GlobalMemoryOutsideTheRanges) {
                "misaligned");
 }
 
+TEST(Emulator, AKernelThatBeginsEarlyWaitsForTheOneBefore) {
+  uint32_t word = 7;
+  const emulator::Range memory[] = {{&word, sizeof word}};
+  emulator::Launch launch{2, 32, 0, memory};
+  const auto reads = [&] { load_global<uint32_t>(&word); };
+  const auto waits = [&] {
+    wait_for_kernel_before();
+    load_global<uint32_t>(&word);
+  };
+  EXPECT_EQ(emulator::run(launch, reads).n_faults, 0u);
+  launch.begins_early = true;
+  EXPECT_EQ(emulator::run(launch, waits).n_faults, 0u);
+  expect_fault(emulator::run(launch, reads), "the kernel before may not have ended");
+}
+
+TEST(Emulator, TheNextKernelBeginsWhenAllBlocksLetIt) {
+  const emulator::Launch launch{3, 32, 0, {}};
+  EXPECT_TRUE(emulator::run(launch, [] { let_next_kernel_begin(); }).lets_next_begin);
+  EXPECT_FALSE(emulator::run(launch, [] {}).lets_next_begin);
+  const auto most = [] {
+    if (block_id() != 1) {
+      let_next_kernel_begin();
+    }
+  };
+  EXPECT_FALSE(emulator::run(launch, most).lets_next_begin);
+}
+
 TEST(Emulator, ThreadsThatDoNotMeet) {
   expect_fault(run(32, 0,
                    [] {

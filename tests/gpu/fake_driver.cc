@@ -29,10 +29,16 @@ constexpr size_t kMaxComplaints = 2000;  // characters
 
 thread_local uint64_t n_calls = 0;
 
-// Channel i of a row; `scale`: its scale's bits where it is one of bytes.
-double stored_value(const uint8_t* row, uint32_t i, CodecId codec, const uint8_t* scale) {
+// Channel i of a row; params: where it has some, its parameters.
+double stored_value(const uint8_t* row, uint32_t i, CodecId codec, const uint8_t* params) {
   uint16_t bits = 0;
-  std::memcpy(&bits, codecs::codec_of(codec).is_scaled() ? scale : row + 2 * i, 2);
+  if (codec == codecs::kI4) {
+    uint16_t steps[2];  // scale and zero
+    std::memcpy(steps, params + i / codecs::Codec::kGroupChannels * sizeof steps, sizeof steps);
+    const int code = row[i / 2] >> (i % 2 * 4) & 15;
+    return code * static_cast<double>(bf16_to_f32(steps[0])) + bf16_to_f32(steps[1]);
+  }
+  std::memcpy(&bits, codecs::codec_of(codec).is_scaled() ? params : row + 2 * i, 2);
   switch (codec) {
     case CodecId::kI8:
       return static_cast<double>(static_cast<int8_t>(row[i])) * bf16_to_f32(bits);
@@ -615,7 +621,8 @@ Status FakeDriver::wait_word(const uint64_t* word, uint64_t value, Stream stream
 }
 
 void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
-                            uint32_t shared_bytes, const std::function<void()>& kernel) {
+                            uint32_t shared_bytes, const std::function<void()>& kernel,
+                            bool begins_early) {
   std::vector<emulator::Range> ranges;
   for (const auto& [at, size] : live_) {
     if (!ranges.empty() &&
@@ -625,7 +632,8 @@ void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
       ranges.push_back({at, size});
     }
   }
-  const emulator::Report report = emulator::run({blocks, threads, shared_bytes, ranges}, kernel);
+  const emulator::Report report =
+      emulator::run({blocks, threads, shared_bytes, ranges, begins_early}, kernel);
   if (report.n_faults != 0) {
     complain(std::string(name) + ": " + std::to_string(report.n_faults) +
              " faults, first: " + report.first_fault);
@@ -650,7 +658,7 @@ Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params
     }
     visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
       run_kernel("decode", n_blocks, Shape::kThreads, Shape::kSharedBytes,
-                 [&params] { decode_thread<Shape>(params); });
+                 [&params] { attend_thread<Shape>(params); });
     });
   });
   return Status::ok();
@@ -665,9 +673,12 @@ Status FakeDriver::merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
       plain_merge(dim, params, n_merges);
       return;
     }
-    run_kernel("merge", n_merges * params.rows, kMergeThreads, kMergeSharedBytes, [&params, dim] {
-      visit_head_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
-    });
+    run_kernel(
+        "merge", n_merges * params.rows, kMergeThreads, kMergeSharedBytes,
+        [&params, dim] {
+          visit_value_dim(dim, [&params]<class Tag>(Tag) { merge_thread<Tag::kDim>(params); });
+        },
+        true);
   });
   return Status::ok();
 }
@@ -712,7 +723,8 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
                               uint32_t n_blocks) {
   const uint32_t row_bytes =
       static_cast<uint32_t>(codecs::codec_of(kernel.codec).row_bytes(kernel.dim));
-  std::vector<double> weights, o(kernel.dim);
+  const uint32_t dim_v = value_dim(kernel.dim);
+  std::vector<double> weights, o(dim_v);
   for (uint32_t block = 0; block < n_blocks; ++block) {
     uint32_t piece = block;
     do {
@@ -732,8 +744,13 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
             (at.token * p.tensors.q_stride_token + at.q_head * p.tensors.q_stride_head) * 2;
         std::fill(o.begin(), o.end(), 0.0);
         double top = -INFINITY, sum = 0;
+        const uint32_t own = query_list_token(request, r / p.tensors.group);
         for (uint32_t token = work.begin; token < end; ++token) {
           const uint32_t list = list_token(request, token);
+          if (kernel.block_rows == attention::gpu::kPrefillRows &&
+              !sees(p.sights[request.page_class], own, list)) {
+            continue;
+          }
           if (tree && token >= request.tree_first &&
               (p.tree_mask[at.token] >> (list - request.tree_list) & 1) == 0) {
             continue;
@@ -743,8 +760,9 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           const uint32_t in_page = list - page * p.pool.page_tokens.divisor;
           const uint8_t* k = page_row(p.pool, of, entry, in_page, row_bytes) +
                              uint64_t{work.head} * of.head_stride_bytes;
-          const uint8_t* k_scale = page_row(p.pool, of, entry, 0, 0) + of.scales_offset_bytes +
-                                   (work.head * p.pool.page_tokens.divisor + in_page) * 2;
+          const uint8_t* k_params = page_row(p.pool, of, entry, 0, 0) + of.scales_offset_bytes +
+                                    (work.head * p.pool.page_tokens.divisor + in_page) *
+                                        row_params_bytes(kernel.codec, kernel.dim);
           if (!is_device(k, row_bytes) || !is_device(k + of.v_offset_bytes, row_bytes)) {
             complain("decode: a page that is not mapped");
             return;
@@ -752,7 +770,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           double logit = 0;
           for (uint32_t i = 0; i < kernel.dim; ++i) {
             logit += stored_value(q, i, codecs::codec_of_tensor(p.tensors.dtype_q), nullptr) *
-                     stored_value(k, i, kernel.codec, k_scale);
+                     stored_value(k, i, kernel.codec, k_params);
           }
           logit *= static_cast<double>(p.scale_log2) / static_cast<double>(kLog2E);
           if (p.softcap_log2 != 0) {
@@ -767,9 +785,9 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           const double factor = top == -INFINITY ? 0 : std::exp(top - new_top);
           const double weight = new_top == -INFINITY ? 0 : std::exp(logit - new_top);
           sum = sum * factor + weight;
-          for (uint32_t i = 0; i < kernel.dim; ++i) {
+          for (uint32_t i = 0; i < dim_v; ++i) {
             o[i] = o[i] * factor + weight * stored_value(k + of.v_offset_bytes, i, kernel.codec,
-                                                         k_scale + of.v_scales_offset_bytes);
+                                                         k_params + of.v_scales_offset_bytes);
           }
           top = new_top;
         }
@@ -785,7 +803,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
         } else {
           const uint64_t slot_row =
               static_cast<uint64_t>(work.slot) * kernel.block_rows + (r - work.row_first);
-          std::copy(o.begin(), o.end(), p.partial_o + slot_row * kernel.dim);
+          std::copy(o.begin(), o.end(), p.partial_o + slot_row * dim_v);
           p.partial_lse[slot_row] = static_cast<float>(lse);
         }
       }

@@ -175,8 +175,9 @@ class FakeDriver final : public Driver {
   void complain(const std::string& what);
   bool is_device(const void* at, uint64_t size_bytes) const;
   bool is_host(const void* at, uint64_t size_bytes) const;
+  // begins_early: it may, and has to wait for the kernel before.
   void run_kernel(const char* name, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
-                  const std::function<void()>& kernel);
+                  const std::function<void()>& kernel, bool begins_early = false);
   void plain_decode(const attention::gpu::DecodeKernel& kernel,
                     const attention::gpu::DecodeParams& p, uint32_t n_blocks);
   // Counts the sink of a row, whose sums are relative to e^*top.

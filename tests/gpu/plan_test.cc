@@ -12,7 +12,7 @@ namespace kvm::attention::gpu {
 namespace {
 
 // Between the query tokens of requests: that is how they are told apart.
-constexpr uint32_t kTokensApart = 100;
+constexpr uint32_t kTokensApart = 1u << 20;
 
 struct Batch {
   std::vector<Request> requests;
@@ -38,6 +38,30 @@ Batch uniform_batch(const std::vector<uint32_t>& lengths, uint32_t n_heads) {
 
 DecodePlan plan(const Batch& batch, const PlanOptions& options) {
   return plan_decode(batch.requests, batch.classes, batch.heads, options);
+}
+
+bool sees(const Sight& sight, uint32_t own, uint32_t token) {
+  return token <= own && own - token < sight.window &&
+         (token < sight.n_sinks || own - token < sight.n_recent);
+}
+
+// How many tokens a block of rows of a plan reads. Where its request is shorter than the whole one,
+// these are the tokens that some row of the block sees, in order.
+void expect_reads(const Request& whole, const Sight& sight, const Request& of, uint32_t n_tokens,
+                  uint32_t query_first, uint32_t query_last) {
+  uint32_t at = 0;
+  for (uint32_t token = 0; token < whole.n_tokens; ++token) {
+    bool seen = false;
+    for (uint32_t query = query_first; query <= query_last; ++query) {
+      seen = seen || sees(sight, whole.n_tokens - whole.n_query + query, token);
+    }
+    if (seen) {
+      ASSERT_LT(at, n_tokens) << "token " << token << " is seen";
+      ASSERT_EQ(at < of.n_first ? of.first + at : of.second + (at - of.n_first), token);
+      ++at;
+    }
+  }
+  ASSERT_EQ(at, n_tokens);
 }
 
 // Every token of every (request, head, row block) exactly once, slots and merges in step.
@@ -73,7 +97,14 @@ void expect_sound(const Batch& batch, const PlanOptions& options, const DecodePl
           ASSERT_EQ(work.slot < 0, pieces.size() == 1);
           at = work.end;
         }
-        ASSERT_EQ(at, request.n_tokens);
+        if (options.sights.empty()) {
+          ASSERT_EQ(at, request.n_tokens);
+        } else if (head == 0) {
+          const uint32_t last = std::min(row + options.block_rows, rows) - 1;
+          ASSERT_NO_FATAL_FAILURE(expect_reads(request, options.sights[request.page_class],
+                                               pieces[0].request, at, row / options.group,
+                                               last / options.group));
+        }
       }
     }
   }
@@ -123,8 +154,8 @@ TEST(Plan, RandomBatches) {
     Batch batch = uniform_batch(lengths, 1 + below(8));
     PlanOptions options;
     options.blocks = 1 + below(300);
-    options.group = 1 + below(16);
-    options.block_rows = below(2) == 0 ? 16 : 32;
+    options.group = 1 + below(below(4) == 0 ? kMaxMlaGroup : kMaxGpuGroup);
+    options.block_rows = kBlockRows[below(3)];
     options.fixed_tokens = below(3) == 0 ? 512 : 0;
     for (Request& request : batch.requests) {
       request.n_query = 1 + below(8);
@@ -132,6 +163,96 @@ TEST(Plan, RandomBatches) {
     const DecodePlan made = plan(batch, options);
     ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
   }
+}
+
+TEST(Plan, RandomPrefills) {
+  for (uint64_t seed = 0; seed < 150; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    const auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
+    std::vector<uint32_t> lengths(1 + below(4));
+    for (uint32_t& length : lengths) {
+      length = 1 + below(below(3) == 0 ? 3000 : 200);
+    }
+    Batch batch = uniform_batch(lengths, 1 + below(8));
+    Sight sight;
+    sight.window = below(3) == 0 ? 1 + below(500) : UINT32_MAX;
+    if (below(2) == 0) {
+      sight.n_sinks = below(3) == 0 ? 0 : below(300);
+      sight.n_recent = 1 + below(300);
+    }
+    PlanOptions options;
+    options.blocks = 1 + below(300);
+    options.group = 1 + below(16);
+    options.block_rows = kPrefillRows;
+    options.least_tokens = below(2) == 0 ? kCutTokens : kLeastPrefillTokens;
+    options.fixed_tokens = below(3) == 0 ? 64 : 0;
+    options.sights = {&sight, 1};
+    for (Request& request : batch.requests) {
+      request.n_query = 1 + below(std::min(request.n_tokens, 400u));
+    }
+    const DecodePlan made = plan(batch, options);
+    ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
+  }
+}
+
+// Tokens, overheads included, that blocks would have if all had the same.
+uint64_t even_share(const DecodePlan& made, const PlanOptions& options) {
+  uint64_t tokens = 0;
+  for (const Work& work : made.work) {
+    tokens += work.end - work.begin + options.overhead_tokens;
+  }
+  return tokens / options.blocks;
+}
+
+TEST(Plan, PrefillIsCutWhereBlocksWouldIdle) {
+  const Sight sight;
+  PlanOptions options;
+  options.blocks = 264;
+  options.group = 4;
+  options.block_rows = kPrefillRows;
+  options.least_tokens = kLeastPrefillTokens;
+  options.sights = {&sight, 1};
+  // A suffix of 128 tokens behind 128K is 32 items: all blocks have a part.
+  Batch batch = uniform_batch({131072}, 8);
+  batch.requests[0].n_query = 128;
+  const DecodePlan cut = plan(batch, options);
+  EXPECT_EQ(cut.n_blocks, options.blocks);
+  EXPECT_LE(longest_block_tokens(cut, options),
+            even_share(cut, options) + options.least_tokens + kCutTokens);
+  // 600 items of one length, more than two for each block, would leave blocks idle for a third.
+  batch.requests[0].n_query = 2400;
+  const DecodePlan rest = plan(batch, options);
+  EXPECT_GT(rest.n_slots, 0u);
+  EXPECT_LE(longest_block_tokens(rest, options),
+            even_share(rest, options) + options.least_tokens + kCutTokens);
+  // A prompt's items are of all lengths: put together they come out even.
+  for (const uint32_t length : {2048u, 8192u}) {
+    batch = uniform_batch({length}, 8);
+    batch.requests[0].n_query = length;
+    const DecodePlan whole = plan(batch, options);
+    EXPECT_EQ(whole.n_slots, 0u) << length;
+    EXPECT_LE(longest_block_tokens(whole, options), even_share(whole, options) * 9 / 8) << length;
+  }
+  // Too short to be cut, however few there are.
+  batch = uniform_batch({512}, 2);
+  batch.requests[0].n_query = 100;
+  EXPECT_EQ(plan(batch, options).n_slots, 0u);
+}
+
+TEST(Plan, FixedPiecesOfPrefillGoByItsRows) {
+  const Sight sight;
+  PlanOptions options;
+  options.blocks = 7;
+  options.group = 4;
+  options.block_rows = kPrefillRows;
+  options.fixed_tokens = 4096;
+  options.sights = {&sight, 1};
+  Batch batch = uniform_batch({50000}, 1);
+  batch.requests[0].n_query = 32;  // one block of rows
+  EXPECT_EQ(plan(batch, options).n_slots, 13u);
+  batch.requests[0].n_query = 128;  // four, cut four times as seldom
+  EXPECT_EQ(plan(batch, options).n_slots, 16u);
 }
 
 TEST(Plan, BlocksHaveTheSameToDo) {

@@ -1,12 +1,13 @@
-"""Counts instructions of the decode kernels' loop over tiles in what `cuobjdump -sass` prints.
+"""Counts instructions of the loops over tiles in what `cuobjdump -sass` prints.
 
 What is counted: the shortest way round the loop that copies one tile and evaluates one. The graph
 of a kernel's basic blocks is searched from a block with matrix instructions back to itself, for the
 way of fewest instructions that issues as many 16-byte asynchronous copies as a tile has; it must
 then also have a tile's matrix instructions, or the loop has not been found. So a tile is counted
 that lies in one page, has no soft cap, weights or masks, and moves no maximum: all others take
-branches. Every instruction counts as one, also those whose predicate is false. Python standard
-library only.
+branches. The warps of an MLA kernel share a tile (attention/cuda/mla_kernel.h): counted is what
+all of them issue, as warps that own no rows where there are such. Every instruction counts as one,
+also those whose predicate is false. Python standard library only.
 """
 
 import heapq
@@ -19,6 +20,7 @@ PARTS = re.compile(r"(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 ADDRESS = re.compile(r"0x([0-9a-f]+)")
 BARRIER = re.compile(r"B\d+")
 LANES = 32
+MLA_DIM, MLA_VALUE_DIM = 576, 512
 
 
 def parse(text):
@@ -110,10 +112,36 @@ def round_of_loop(code, n_copies, n_products):
     return None
 
 
-def per_kib(code, element_bytes, dim, tile, row_tiles):
+def per_product(code, element_bits, dim, tile, warps, row_tiles):
+    """Instructions for each matrix product of the prefill kernel, whose warps share the copies of a
+    tile, to a hundredth; None if the loop has not been found."""
+    n_copies = 2 * tile * dim * element_bits // (8 * warps * 16 * LANES)
+    n_products = 2 * row_tiles * (tile // 8) * (dim // 16)
+    way = round_of_loop(code, n_copies, n_products)
+    return round(len(way) / n_products, 2) if way else None
+
+
+def per_kib(code, element_bits, dim, tile, row_tiles):
     """Instructions for each KiB of K and V, to a tenth; None if the loop has not been found."""
-    tile_bytes = 2 * tile * dim * element_bytes
+    tile_bytes = 2 * tile * dim * element_bits // 8
+    n_copies = tile_bytes // (16 * LANES)
     # A product takes 16 channels to 8 tokens, or 16 tokens to 8 channels, with 16 rows.
     n_products = 2 * row_tiles * (tile // 8) * (dim // 16)
-    way = round_of_loop(code, tile_bytes // (16 * LANES), n_products)
+    if element_bits == 4:
+        # Zeros make scores in one product each. The steps of 256 channels are 16 bytes a token.
+        n_products += row_tiles * (tile // 8)
+        n_copies += 2 * tile // LANES if dim == 256 else 0
+    way = round_of_loop(code, n_copies, n_products)
     return round(len(way) / (tile_bytes / 1024), 1) if way else None
+
+
+def mla_per_kib(code, tile, row_tiles):
+    """The same of an MLA kernel, for each KiB of rows, of which there are no others."""
+    warps = 8 if row_tiles == 4 else 4
+    tile_bytes = tile * MLA_DIM * 2
+    copying = min(warps, tile // 4)
+    # Of a warp: a quarter of the channels for two tiles of rows at most; all rows for its values.
+    n_products = (MLA_DIM // 64 * (tile // 8) * min(row_tiles, 2) +
+                  MLA_VALUE_DIM // warps // 8 * (tile // 16) * row_tiles)
+    way = round_of_loop(code, tile_bytes // (16 * LANES * copying), n_products)
+    return round(len(way) * warps / (tile_bytes / 1024), 1) if way else None

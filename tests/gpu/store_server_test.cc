@@ -119,7 +119,7 @@ class Session {
 };
 
 void put_layout(ipc::FrameWriter* writer, uint32_t n_heads = 2, uint64_t n_recent = 0) {
-  writer->put(wire::Layout{static_cast<uint32_t>(KVM_CODEC_BF16), 64});
+  writer->put(wire::Layout{static_cast<uint32_t>(KVM_CODEC_BF16), 64, 64, 0});
   const std::vector<wire::List> lists = {{n_heads, 2, 3, n_recent, 0}, {1, 1, 0, 0, 0}};
   writer->put_all(std::span<const wire::List>(lists));
 }
@@ -259,14 +259,20 @@ TEST(StoreServer, EndsWhoBreaksThem) {
       {"a spill of nobody", asking(call_of(CallKind::kSpill, 9))},
       {"a question of nobody", asking(call_of(CallKind::kUsage, 9))},
       {"a call of no kind", asking(call_of(static_cast<CallKind>(99), 1))},
-      {"a layout without lists", preparing({bf16, 64}, {})},
-      {"a list without heads", preparing({bf16, 64}, {{0, 1, 0, 0, 0}})},
-      {"a list without layers", preparing({bf16, 64}, {{1, 0, 0, 0, 0}})},
-      {"a list of many heads", preparing({bf16, 64}, {{1u << 20, 1, 0, 0, 0}})},
-      {"sinks of nearly 2^64", preparing({bf16, 64}, {{1, 1, UINT64_MAX - 5, 0, 0}})},
-      {"a codec that is none", preparing({12345, 64}, {{1, 1, 0, 0, 0}})},
-      {"a codec of no device", preparing({KVM_CODEC_F32, 64}, {{1, 1, 0, 0, 0}})},
-      {"a dim of no kernel", preparing({bf16, 65}, {{1, 1, 0, 0, 0}})},
+      {"a layout without lists", preparing({bf16, 64, 64, 0}, {})},
+      {"a list without heads", preparing({bf16, 64, 64, 0}, {{0, 1, 0, 0, 0}})},
+      {"a list without layers", preparing({bf16, 64, 64, 0}, {{1, 0, 0, 0, 0}})},
+      {"a list of many heads", preparing({bf16, 64, 64, 0}, {{1u << 20, 1, 0, 0, 0}})},
+      {"sinks of nearly 2^64", preparing({bf16, 64, 64, 0}, {{1, 1, UINT64_MAX - 5, 0, 0}})},
+      {"a codec that is none", preparing({12345, 64, 64, 0}, {{1, 1, 0, 0, 0}})},
+      {"a codec of no device", preparing({KVM_CODEC_F32, 64, 64, 0}, {{1, 1, 0, 0, 0}})},
+      {"a dim of no kernel", preparing({bf16, 65, 65, 0}, {{1, 1, 0, 0, 0}})},
+      {"values of another dim", preparing({bf16, 128, 64, 0}, {{1, 1, 0, 0, 0}})},
+      {"latent rows of bytes", preparing({KVM_CODEC_I8, 576, 512, 1}, {{1, 1, 0, 0, 0}})},
+      {"latent rows of 4 bits", preparing({KVM_CODEC_I4, 576, 512, 1}, {{1, 1, 0, 0, 0}})},
+      {"latent rows whose values are stored", preparing({bf16, 576, 512, 0}, {{1, 1, 0, 0, 0}})},
+      {"latent rows of another dim", preparing({bf16, 576, 576, 1}, {{1, 1, 0, 0, 0}})},
+      {"values in keys that are not latent", preparing({bf16, 64, 64, 1}, {{1, 1, 0, 0, 0}})},
   };
   for (const Case& of : cases) {
     SCOPED_TRACE(of.name);

@@ -19,6 +19,11 @@ ptxas info    : Compiling entry function '_ZN42_GLOBAL__N__b5_9_launch_cu_x3kvm9
  for 'sm_90a'
     8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 8 bytes cumulative stack size
+ptxas info    : Compiling entry function '_ZN42_GLOBAL__N__b5_9_launch_cu_x3kvm9attention3gpu\
+14prefill_kernelINS1_12PrefillShapeILNS1_7ElementE3ELj256ELj32ELj3ELj8ELj1ELj8EEEEEvNS1_12Decode\
+ParamsE' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 251 registers, used 1 barriers
 ptxas info    : Compiling entry function '_ZN3kvm12merge_kernelILj64EEEvNS0_11MergeParamsE' for \
 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
@@ -28,6 +33,7 @@ ptxas info    : Compiling entry function '_Z12empty_kernelv' for 'sm_80'
 ptxas info    : Used 2 registers, used 0 barriers
 """
 FP16 = ("sm_90a", "decode_fp16_d128_rows32")
+PREFILL = ("sm_90a", "prefill_fp8_d256_rows128")
 MERGE = ("sm_80", "merge_d64")
 
 
@@ -35,16 +41,22 @@ class Budget(unittest.TestCase):
     def setUp(self):
         self.found = bundle_test.parse_log(LOG)
         self.shapes = bundle_test.parse_shapes(
-            "decode fp16 d128 rows32 threads 128 shared 98304 on sm_80 65536\nother\n")
-        self.budget = {FP16: (255, 98304, 50.0), MERGE: (40, 128, None)}
-        self.loops = {FP16: 50.0}
+            "decode fp16 d128 rows32 threads 128 shared 98304 on sm_80 65536 on sm_120 98000\n"
+            "other\n"
+            "prefill fp8 d256 rows128 threads 256 shared 90000 on sm_80 90000 on sm_120 90000\n")
+        self.budget = {FP16: (255, 98304, 50.0), MERGE: (40, 128, None),
+                       PREFILL: (251, 90000, 6.5)}
+        self.loops = {FP16: 50.0, PREFILL: 6.5}
 
     def judge(self):
         return bundle_test.judge(self.found, self.shapes, self.budget, self.loops)
 
     def test_reads_logs(self):
-        self.assertEqual(self.found, {FP16: (255, 0, 16), MERGE: (40, 128, 0)})
-        self.assertEqual(self.shapes, {"decode_fp16_d128_rows32": (98304, 65536)})
+        self.assertEqual(self.found, {FP16: (255, 0, 16), MERGE: (40, 128, 0),
+                                      PREFILL: (251, 0, 0)})
+        self.assertEqual(self.shapes, {
+            "decode_fp16_d128_rows32": {"sm_90a": 98304, "sm_80": 65536, "sm_120": 98000},
+            PREFILL[1]: {"sm_90a": 90000, "sm_80": 90000, "sm_120": 90000}})
         on_sm_80 = ("sm_80", FP16[1])
         self.assertEqual(bundle_test.dynamic_shared(self.shapes, FP16), 98304)
         self.assertEqual(bundle_test.dynamic_shared(self.shapes, on_sm_80), 65536)
@@ -67,9 +79,9 @@ class Budget(unittest.TestCase):
         self.loops[FP16] = None
         self.assertEqual(self.judge(), ["sm_90a decode_fp16_d128_rows32: no loop over tiles found "
                                         "in its instructions"])
-        self.loops = {}
+        self.loops = {PREFILL: 6.5}
         self.assertEqual(len(self.judge()), 1)
-        self.loops = {FP16: 50.0}
+        self.loops = {FP16: 50.0, PREFILL: 6.5}
         self.budget[FP16] = (255, 98304, None)
         self.assertEqual(len(self.judge()), 1)
         self.loops = None  # there was no tool
