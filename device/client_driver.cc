@@ -37,7 +37,7 @@ struct ClientDriver::ClientEvent {
   std::vector<Command> waits;  // of_client
 };
 
-ClientDriver::ClientDriver(Driver* device, ipc::FrameChannel* channel, wire::Words* words,
+ClientDriver::ClientDriver(SharingDriver* device, ipc::FrameChannel* channel, wire::Words* words,
                            Budget* memory)
     : device_(device), channel_(channel), words_(words), memory_(memory) {}
 

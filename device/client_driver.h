@@ -39,7 +39,8 @@ class ClientDriver final : public MemoryDriver {
  public:
   // All must outlive it. `memory`: what is mapped is taken from it. REQUIRES: *words is registered
   // with the device.
-  ClientDriver(Driver* device, ipc::FrameChannel* channel, wire::Words* words, Budget* memory);
+  ClientDriver(SharingDriver* device, ipc::FrameChannel* channel, wire::Words* words,
+               Budget* memory);
   ~ClientDriver() override;
   ClientDriver(const ClientDriver&) = delete;
   ClientDriver& operator=(const ClientDriver&) = delete;
@@ -102,7 +103,7 @@ class ClientDriver final : public MemoryDriver {
   Status await_event(Event real, bool of_device);
   uint32_t index_of(Stream stream);
 
-  Driver* const device_;
+  SharingDriver* const device_;
   ipc::FrameChannel* const channel_;
   wire::Words* const words_;
   Budget* const memory_;

@@ -50,7 +50,7 @@ bool is_layout_of_device(const wire::Layout& rows, CodecId codec) {
 
 }  // namespace
 
-StoreServer::StoreServer(Driver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words)
+StoreServer::StoreServer(SharingDriver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words)
     : device_(device),
       memory_(memory),
       channel_(std::move(channel)),

@@ -28,7 +28,7 @@ namespace kvm::device {
 class StoreServer {
  public:
   // `device` and `memory` must outlive it. words: of sizeof(wire::Words).
-  StoreServer(Driver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words);
+  StoreServer(SharingDriver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words);
   // REQUIRES: serve has returned, or was never called. Gives everything back.
   ~StoreServer();
   StoreServer(const StoreServer&) = delete;
@@ -61,7 +61,7 @@ class StoreServer {
   Status settle(uint64_t id);
   Status is_moving(const wire::Call& call, ipc::FrameReader* reader);
 
-  Driver* const device_;
+  SharingDriver* const device_;
   Budget* const memory_;
   ipc::FrameChannel channel_;
   ipc::Mapping words_;
