@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operations of a GPU that this folder is written with: the seam between it and CUDA.
 //
-// Implemented by cuda_memory.h and cuda_driver.cu where there is a CUDA toolkit, by no_cuda.cc where
-// there is none (it opens nothing), and for tests over plain memory (tests/gpu/fake_driver.h). All
-// implementations pass one suite, tests/gpu/driver_test.cc.
+// Implemented by cuda_memory.h and cuda_driver.cu where there is a CUDA toolkit, by no_cuda.cc
+// where there is none (it opens nothing), and for tests over plain memory
+// (tests/gpu/fake_driver.h). All implementations pass one suite, tests/gpu/driver_test.cc.
 //
 // Work that is enqueued on one stream happens in order, and at some time; nothing here waits for it
 // but synchronize and synchronize_device. Memory that enqueued work uses stays as it is until the
