@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory, streams and events of a device over the CUDA runtime, which is linked statically and
 // looks for libcuda when it is first called; what it has no functions for is looked up in libcuda
-// through it. For files that nvcc compiles: cuda_memory.cu is a driver of just these, cuda_driver.cu adds
-// the kernels.
+// through it. For files that nvcc compiles: cuda_memory.cu is a driver of just these,
+// cuda_driver.cu adds the kernels.
 #ifndef KVM_DEVICE_CUDA_MEMORY_H_
 #define KVM_DEVICE_CUDA_MEMORY_H_
 
