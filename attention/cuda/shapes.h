@@ -122,9 +122,11 @@ template <Element kElement>
 struct PrefillShapeOf<kElement, 64, true> {
   using Type = PrefillShape<kElement, 64, 64, 3, 4, 2, 4>;
 };
+// A warp copies 16 of these rows at least: of four warps with 32 rows each, tiles are of 64 tokens,
+// whose scores would spill.
 template <Element kElement>
 struct PrefillShapeOf<kElement, 96, true> {
-  using Type = PrefillShape<kElement, 96, 64, 2, 4, 2, 0>;
+  using Type = PrefillShape<kElement, 96, 128, 2, 8, 1, 6>;
 };
 template <Element kElement>
 struct PrefillShapeOf<kElement, 128, true> {
@@ -132,7 +134,7 @@ struct PrefillShapeOf<kElement, 128, true> {
 };
 template <Element kElement>
 struct PrefillShapeOf<kElement, 192, true> {
-  using Type = PrefillShape<kElement, 192, 64, 2, 8, 1, 4>;
+  using Type = PrefillShape<kElement, 192, 64, 2, 8, 1, 0>;
 };
 template <Element kElement>
 struct PrefillShapeOf<kElement, 256, true> {
