@@ -283,7 +283,9 @@ Status ClientDriver::synchronize_stream(Stream stream) {
 }
 
 Status ClientDriver::synchronize_device() {
-  if (!is_gone()) {
+  // Without memory it has enqueued nothing that anybody waits for; and before it has been told that
+  // it is served, it takes no orders.
+  if (!is_gone() && !ranges_.empty()) {
     KVM_TRY(order({OrderKind::kSynchronize, 0, 0, 0}));
   }
   std::vector<Stream> streams;

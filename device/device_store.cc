@@ -43,11 +43,11 @@ Result<std::unique_ptr<DeviceStore>> DeviceStore::open(std::unique_ptr<Driver> d
 }
 
 Result<std::unique_ptr<DeviceStore>> DeviceStore::open_without_kernels(
-    std::unique_ptr<MemoryDriver> driver, const DeviceStoreOptions& options) {
+    std::shared_ptr<MemoryDriver> driver, const DeviceStoreOptions& options) {
   return open_over(std::move(driver), nullptr, options);
 }
 
-Result<std::unique_ptr<DeviceStore>> DeviceStore::open_over(std::unique_ptr<MemoryDriver> driver,
+Result<std::unique_ptr<DeviceStore>> DeviceStore::open_over(std::shared_ptr<MemoryDriver> driver,
                                                             Driver* kernels,
                                                             const DeviceStoreOptions& options) {
   std::unique_ptr<DeviceStore> store(new DeviceStore(std::move(driver), kernels, options));
@@ -55,7 +55,7 @@ Result<std::unique_ptr<DeviceStore>> DeviceStore::open_over(std::unique_ptr<Memo
   return store;
 }
 
-DeviceStore::DeviceStore(std::unique_ptr<MemoryDriver> driver, Driver* kernels,
+DeviceStore::DeviceStore(std::shared_ptr<MemoryDriver> driver, Driver* kernels,
                          const DeviceStoreOptions& options)
     : driver_(std::move(driver)),
       kernels_(kernels),

@@ -46,9 +46,8 @@ StoreServer::StoreServer(Driver* device, Budget* memory, ipc::Fd channel, ipc::M
       memory_(memory),
       channel_(std::move(channel)),
       words_(std::move(words)),
-      owned_driver_(std::make_unique<ClientDriver>(
-          device, &channel_, reinterpret_cast<wire::Words*>(words_.data()), memory)),
-      driver_(owned_driver_.get()) {}
+      driver_(std::make_shared<ClientDriver>(
+          device, &channel_, reinterpret_cast<wire::Words*>(words_.data()), memory)) {}
 
 StoreServer::~StoreServer() {
   driver_->let_go();
@@ -58,7 +57,6 @@ StoreServer::~StoreServer() {
   sequences_.clear();
   spaces_.clear();
   store_.reset();
-  owned_driver_.reset();
   if (words_registered_) {
     device_->unregister_host(words_.data());
   }
@@ -72,7 +70,7 @@ void StoreServer::stop() {
 Status StoreServer::open(const DeviceStoreOptions& options) {
   KVM_TRY(device_->register_host(words_.data(), sizeof(wire::Words)));
   words_registered_ = true;
-  KVM_TRY_ASSIGN(store_, DeviceStore::open_without_kernels(std::move(owned_driver_), options));
+  KVM_TRY_ASSIGN(store_, DeviceStore::open_without_kernels(driver_, options));
   return Status::ok();
 }
 

@@ -66,8 +66,7 @@ class StoreServer {
   ipc::FrameChannel channel_;
   ipc::Mapping words_;
   bool words_registered_ = false;
-  std::unique_ptr<ClientDriver> owned_driver_;  // until the store has it
-  ClientDriver* const driver_;                  // the store's, then
+  const std::shared_ptr<ClientDriver> driver_;
   std::unique_ptr<DeviceStore> store_;
   std::unordered_map<uint64_t, std::shared_ptr<const SpaceLayout>> spaces_;
   Sequences sequences_;

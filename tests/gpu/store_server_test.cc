@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/splitmix.h"
@@ -327,6 +328,36 @@ TEST(StoreServer, ClientsGiveWayToEachOther) {
     EXPECT_EQ(grow(&other), KVM_OK);
   }
   EXPECT_EQ(budget.used(), 0u);
+}
+
+// Locking the host's memory, or a stream, fails: the client hears why, and nothing is kept.
+TEST(StoreServer, SaysWhyItCannotServe) {
+  for (const auto& [operation, nth] :
+       std::vector<std::pair<testing::Operation, uint64_t>>{{testing::Operation::kRegister, 1},
+                                                            {testing::Operation::kRegister, 2},
+                                                            {testing::Operation::kStream, 3}}) {
+    SCOPED_TRACE(static_cast<int>(operation));
+    FakeOptions options;
+    options.runs_by_itself = true;
+    options.fail_first = {{operation, nth}};
+    FakeDriver driver(options);
+    Budget budget(kPoolBytes);
+    auto ends = ipc::FrameChannel::make_pair().value();
+    auto words =
+        ipc::create_shared_memory("words", sizeof(wire::Words), ipc::PeerAccess::kReadWrite)
+            .value();
+    auto server = std::make_unique<StoreServer>(&driver, &budget, std::move(ends.first),
+                                                std::move(words.mapping));
+    EXPECT_EQ(server->serve({kPoolBytes, 4 << 20}).code(), KVM_ERR_DEVICE);
+    server->stop();  // as the session does when its client goes
+    server.reset();
+    ipc::FrameChannel client(std::move(ends.second));
+    ipc::Frame ready;
+    ASSERT_TRUE(client.receive(kPatienceNs, &ready).is_ok());
+    EXPECT_EQ(ipc::FrameReader(ready.bytes).get<int32_t>(), KVM_ERR_DEVICE);
+    EXPECT_EQ(driver.leftovers(), "");
+    EXPECT_EQ(driver.complaints(), "");
+  }
 }
 
 // Any byte of any call may be another one, or be missing.
