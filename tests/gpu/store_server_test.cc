@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "base/splitmix.h"
+#include "device/client_driver.h"
 #include "device/store_wire.h"
 #include "ipc/frame_channel.h"
 #include "tests/gpu/fake_driver.h"
@@ -398,6 +400,40 @@ TEST(StoreServer, SurvivesAnyBytes) {
   }
   // Most of it is not what a client says.
   EXPECT_GT(n_ended, n_lives / 4);
+}
+
+// Streams of the server may wait for words of its own, which the client can write as well.
+TEST(ClientDriver, NothingWaitsForWhoHasGone) {
+  FakeDriver device;
+  Budget budget(kPoolBytes);
+  auto ends = ipc::FrameChannel::make_pair().value();
+  ipc::FrameChannel channel(std::move(ends.first));
+  auto memory =
+      ipc::create_shared_memory("words", sizeof(wire::Words), ipc::PeerAccess::kReadWrite).value();
+  ASSERT_TRUE(device.register_host(memory.mapping.data(), sizeof(wire::Words)).is_ok());
+  auto* const words = reinterpret_cast<wire::Words*>(memory.mapping.data());
+  {
+    ClientDriver driver(&device, &channel, words, &budget);
+    const Stream first = driver.create_stream().value(), second = driver.create_stream().value();
+    const Event piece = driver.create_event().value(), call = driver.create_event().value();
+    driver.begin_call(1);
+    ASSERT_TRUE(driver.record(piece, first).is_ok());
+    ASSERT_TRUE(driver.wait(kClientStream, piece).is_ok());
+    ASSERT_EQ(driver.commands().size(), 1u);
+    ASSERT_TRUE(driver.record(call, kClientStream).is_ok());
+    ASSERT_TRUE(device.synchronize_stream(first).is_ok());
+    std::atomic_ref<uint64_t>(words->server[0].value).store(0);  // the client does
+    ASSERT_TRUE(driver.wait(second, call).is_ok());
+    driver.let_go();
+    device.settle();  // says when something waits for ever
+    driver.destroy_event(piece);
+    driver.destroy_event(call);
+    driver.destroy_stream(first);
+    driver.destroy_stream(second);
+  }
+  device.unregister_host(memory.mapping.data());
+  EXPECT_EQ(device.complaints(), "");
+  EXPECT_EQ(device.leftovers(), "");
 }
 
 }  // namespace
