@@ -115,8 +115,8 @@ Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layo
 
 // --- Sequences ----------------------------------------------------------------------------------
 
-SequencePtr DeviceStore::create(std::shared_ptr<const SpaceLayout> space) {
-  return std::make_shared<HeldSequence>(std::move(space));
+Result<SequencePtr> DeviceStore::create(std::shared_ptr<const SpaceLayout> space) {
+  return SequencePtr(std::make_shared<HeldSequence>(std::move(space)));
 }
 
 Result<SequencePtr> DeviceStore::fork(DeviceSequence& parent, uint64_t n_tokens) {

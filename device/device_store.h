@@ -89,7 +89,7 @@ class DeviceStore final : public SequenceStore {
   SlabPlace slab(uint32_t slab) const override {
     return {pool_->base(slab), pool_->slab_page_bytes(slab), pool_->slab_slots(slab)};
   }
-  SequencePtr create(std::shared_ptr<const SpaceLayout> space) override;
+  Result<SequencePtr> create(std::shared_ptr<const SpaceLayout> space) override;
   Result<SequencePtr> fork(DeviceSequence& parent, uint64_t n_tokens) override;
   Status truncate(DeviceSequence* seq, uint64_t n_tokens) override;
   void clear(DeviceSequence* seq) override;

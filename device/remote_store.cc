@@ -55,6 +55,9 @@ RemoteSequence* remote(DeviceSequence* seq) { return static_cast<RemoteSequence*
 const RemoteSequence& remote(const DeviceSequence& seq) {
   return static_cast<const RemoteSequence&>(seq);
 }
+uint64_t n_entries_of(const DeviceSequence& seq) {
+  return wire::n_entries(seq.lists.size(), seq.n_tokens);
+}
 
 }  // namespace
 
@@ -341,12 +344,20 @@ SlabPlace RemoteStore::slab(uint32_t slab) const {
   return {ranges_.at(known.range).base, known.page_bytes, known.n_slots};
 }
 
-SequencePtr RemoteStore::create(std::shared_ptr<const SpaceLayout> space) {
+Status RemoteStore::check_entries(uint64_t n_new) const {
+  return n_new <= wire::kMaxEntries - n_entries_ ? Status::ok()
+                                                 : wire::too_many_entries(n_entries_);
+}
+
+Result<SequencePtr> RemoteStore::create(std::shared_ptr<const SpaceLayout> space) {
+  const uint64_t n_new = wire::n_entries(space->lists.size(), 0);
+  KVM_TRY(check_entries(n_new));
   const uint64_t of = space->number;
   auto seq = std::make_shared<RemoteSequence>(std::move(space));
   seq->id = ++last_sequence_;
   note({NoteKind::kCreate, 0, seq->id, of, 0});
-  return seq;
+  n_entries_ += n_new;
+  return SequencePtr(std::move(seq));
 }
 
 Status RemoteStore::settle(RemoteSequence* seq) {
@@ -387,12 +398,15 @@ Result<SequencePtr> RemoteStore::fork(DeviceSequence& parent, uint64_t n_tokens)
   if (n_tokens < parent.n_tokens) {
     KVM_TRY(parent.check_visible(n_tokens, n_tokens));
   }
+  const uint64_t n_new = wire::n_entries(parent.lists.size(), n_tokens);
+  KVM_TRY(check_entries(n_new));
   auto child = std::make_shared<RemoteSequence>(remote(parent));
   child->version = 0;
   child->noted_by = nullptr;
   child->cut(n_tokens, [](PageRef) {});
   child->id = ++last_sequence_;
   note({NoteKind::kFork, 0, child->id, remote(parent).id, n_tokens});
+  n_entries_ += n_new;
   return SequencePtr(std::move(child));
 }
 
@@ -402,13 +416,16 @@ Status RemoteStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
     return Status::ok();
   }
   KVM_TRY(seq->check_visible(n_tokens, n_tokens));
+  n_entries_ -= n_entries_of(*seq);
   seq->cut(n_tokens, [](PageRef) {});
+  n_entries_ += n_entries_of(*seq);
   note({NoteKind::kTruncate, 0, remote(seq)->id, 0, n_tokens});
   mark_changed(seq);
   return Status::ok();
 }
 
 void RemoteStore::clear(DeviceSequence* seq) {
+  n_entries_ -= n_entries_of(*seq);
   seq->cut(0, [](PageRef) {});
   remote(seq)->moved = false;
   note({NoteKind::kClear, 0, std::exchange(remote(seq)->id, 0), 0, 0});
@@ -453,7 +470,9 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
       &commands));
   for (const Growth& growth : growths) {
     grown_.push_back({growth, growth.seq->n_tokens});
+    n_entries_ -= n_entries_of(*growth.seq);
     growth.seq->n_tokens += growth.n_append;
+    n_entries_ += n_entries_of(*growth.seq);
   }
   for (const wire::Change& change : changes) {
     if (change.growth >= growths.size() ||
@@ -500,7 +519,9 @@ void RemoteStore::undo_growth() {
     }
   }
   for (const Grown& grown : grown_) {
+    n_entries_ -= n_entries_of(*grown.growth.seq);
     grown.growth.seq->n_tokens = grown.n_before;
+    n_entries_ += n_entries_of(*grown.growth.seq);
   }
   changes_.clear();
   grown_.clear();

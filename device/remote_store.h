@@ -55,7 +55,7 @@ class RemoteStore final : public SequenceStore {
   // --- SequenceStore ----------------------------------------------------------------------------
   Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout) override;
   SlabPlace slab(uint32_t slab) const override;
-  SequencePtr create(std::shared_ptr<const SpaceLayout> space) override;
+  Result<SequencePtr> create(std::shared_ptr<const SpaceLayout> space) override;
   Result<SequencePtr> fork(DeviceSequence& parent, uint64_t n_tokens) override;
   Status truncate(DeviceSequence* seq, uint64_t n_tokens) override;
   void clear(DeviceSequence* seq) override;
@@ -109,6 +109,8 @@ class RemoteStore final : public SequenceStore {
   Status break_off(const std::string& why);
 
   void note(const wire::Note& note);
+  // Fails: LIMIT.
+  Status check_entries(uint64_t n_new) const;
   // A call and its answer: `put` writes what goes behind the Call, `take` reads the answer, which
   // it must read whole. What the reply wants enqueued goes to *commands. `first`: notes and the
   // verdict of the last growth go before it, as with everything but questions of other threads.
@@ -133,6 +135,7 @@ class RemoteStore final : public SequenceStore {
   const std::shared_ptr<void> held_;
   bool words_registered_ = false;
   std::shared_ptr<Outbox> outbox_ = std::make_shared<Outbox>();
+  uint64_t n_entries_ = 0;  // wire::n_entries of all sequences, as kvmd counts them
   uint64_t last_space_ = 0;
   uint64_t last_sequence_ = 0;
   uint64_t last_marker_ = 0;

@@ -153,8 +153,9 @@ class SequenceStore {
   // REQUIRES: of a layout that was prepared and is still there.
   virtual SlabPlace slab(uint32_t slab) const = 0;
 
-  virtual SequencePtr create(std::shared_ptr<const SpaceLayout> space) = 0;
-  // Fails: INVALID, PARTIAL, BUSY (on the host).
+  // Fails: LIMIT (of what kvmd keeps for one client), as fork.
+  virtual Result<SequencePtr> create(std::shared_ptr<const SpaceLayout> space) = 0;
+  // Fails: INVALID, PARTIAL, BUSY (on the host), LIMIT.
   virtual Result<SequencePtr> fork(DeviceSequence& parent, uint64_t n_tokens) = 0;
   virtual Status truncate(DeviceSequence* seq, uint64_t n_tokens) = 0;
   // Gives everything back.

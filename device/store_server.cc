@@ -31,7 +31,7 @@ Status broken(const std::string& what) {
 }
 
 uint64_t n_entries_of(const DeviceSequence& seq, uint64_t n_tokens) {
-  return seq.lists.size() * div_up(n_tokens, kPageTokens);
+  return wire::n_entries(seq.lists.size(), n_tokens);
 }
 
 void put_status(const Status& status, ipc::FrameWriter* writer) {
@@ -156,11 +156,8 @@ Result<DeviceSequence*> StoreServer::find(uint64_t id) const {
 }
 
 Status StoreServer::check_entries(uint64_t n_new) const {
-  return n_new <= wire::kMaxEntries - n_entries_
-             ? Status::ok()
-             : Status(KVM_ERR_LIMIT, "the client's sequences have " + std::to_string(n_entries_) +
-                                         " entries of pages, dropped ones too; allowed are " +
-                                         std::to_string(wire::kMaxEntries));
+  return n_new <= wire::kMaxEntries - n_entries_ ? Status::ok()
+                                                 : wire::too_many_entries(n_entries_);
 }
 
 Status StoreServer::note(const Note& note) {
@@ -177,7 +174,10 @@ Status StoreServer::note(const Note& note) {
       if (space == spaces_.end()) {
         return broken("a sequence of no space");
       }
-      made = store_->create(space->second);
+      if (!check_entries(wire::n_entries(space->second->lists.size(), 0)).is_ok()) {
+        return broken("a sequence that its entries have no room for");
+      }
+      KVM_TRY_ASSIGN(made, store_->create(space->second));
     } else {
       KVM_TRY_ASSIGN(DeviceSequence* const parent, find(note.of));
       if (!check_entries(n_entries_of(*parent, note.n_tokens)).is_ok()) {
