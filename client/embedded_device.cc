@@ -186,7 +186,7 @@ Result<std::shared_ptr<Client>> open_device_client(const DeviceOptions& options)
   return std::shared_ptr<Client>(std::make_shared<DeviceClient>(std::move(service), start_ns));
 }
 
-Status DeviceService::check_open() const { return is_closed ? closed_status() : Status::ok(); }
+Status DeviceService::check_open() const { return is_closed ? closed_status() : store->state(); }
 
 void DeviceService::close() {
   is_closed = true;

@@ -11,6 +11,7 @@
 #include "base/kill_point.h"
 #include "base/reserve.h"
 #include "base/round.h"
+#include "base/undo.h"
 
 namespace kvm::device {
 
@@ -101,6 +102,8 @@ Status RemoteStore::init(uint64_t ready_within_ns) {
 }
 
 RemoteStore::~RemoteStore() {
+  // Streams may still come to words. If kvmd ends meanwhile, the watcher lets them go.
+  (void)driver_->synchronize_device();
   is_ending_.store(true, std::memory_order_relaxed);
   channel_.shut_down();
   if (watcher_.joinable()) {
@@ -149,7 +152,14 @@ Status RemoteStore::break_off(const std::string& why) {
   return Status(KVM_ERR_PROTOCOL, why);
 }
 
+Status RemoteStore::state() const {
+  return is_down_.load(std::memory_order_relaxed) ? gone() : Status::ok();
+}
+
 void RemoteStore::note(const Note& note) {
+  if (is_down_.load(std::memory_order_relaxed)) {
+    return;  // nobody takes it any more
+  }
   bool many = false;
   {
     const std::lock_guard lock(outbox_->mutex);
@@ -171,24 +181,31 @@ Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Comma
   writer_.clear();
   // A question of another thread may come between a growth and its verdict, which is not its to
   // give: it says none, and the server must not take that for one.
-  writer_.put(first ? std::exchange(verdict_, Verdict::kNone) : Verdict::kNone);
+  writer_.put(first ? verdict_ : Verdict::kNone);
   if (first) {
     const std::lock_guard notes_lock(outbox_->mutex);
     writer_.put_all(std::span<const Note>(outbox_->notes));
+    writer_.put(what);
+    put(&writer_);
+    // The last thing that may ask for memory is done.
     outbox_->notes.clear();
+    verdict_ = Verdict::kNone;
   } else {
     writer_.put_all(std::span<const Note>());
+    writer_.put(what);
+    put(&writer_);
   }
-  writer_.put(what);
-  put(&writer_);
+  // Where there is no memory for an answer, the next call must not take it for its own.
+  Undo breaking_off([this] {
+    is_down_.store(true, std::memory_order_relaxed);
+    channel_.shut_down();
+  });
   Status status = channel_.send(static_cast<uint32_t>(FrameKind::kCall), writer_.bytes());
   KVM_KILL_POINT("device_client/sent");
   if (status.is_ok()) {
     status = receive_reply();
   }
   if (!status.is_ok()) {
-    is_down_.store(true, std::memory_order_relaxed);
-    channel_.shut_down();
     return status.code() == KVM_ERR_DISCONNECTED ? gone() : status;
   }
   ipc::FrameReader reader(frame_.bytes);
@@ -197,17 +214,18 @@ Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Comma
   if (code == KVM_OK) {
     take(&reader);
   }
-  const std::vector<Command> wanted = reader.get_all<Command>(wire::kMaxEntries);
+  std::vector<Command> wanted = reader.get_all<Command>(wire::kMaxEntries);
   if (!reader.is_whole() || !std::all_of(wanted.begin(), wanted.end(), [this](const Command& of) {
         return of.kind == CommandKind::kWait
                    ? of.word < wire::kServerWords
                    : ranges_.contains(of.to_range) && ranges_.contains(of.from_range);
       })) {
-    return break_off("kvmd has sent an answer that is none");
+    return Status(KVM_ERR_PROTOCOL, "kvmd has sent an answer that is none");
   }
+  breaking_off.dismiss();
   KVM_KILL_POINT("device_client/answered");
   if (commands != nullptr) {
-    *commands = wanted;
+    *commands = std::move(wanted);
   }
   return code == KVM_OK ? Status::ok() : Status(static_cast<kvm_status>(code), sentence);
 }
@@ -457,7 +475,7 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
   what.kind = CallKind::kGrow;
   std::vector<wire::Change> changes;
   std::vector<Command> commands;
-  KVM_TRY(call(
+  const Status grown = call(
       what,
       [&](ipc::FrameWriter* writer) {
         std::vector<wire::Grow> items;
@@ -467,7 +485,12 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
         writer->put_all(std::span<const wire::Grow>(items));
       },
       [&](ipc::FrameReader* reader) { changes = reader->get_all<wire::Change>(n_at_most); },
-      &commands));
+      &commands);
+  if (!grown.is_ok()) {
+    // What kvmd had the stream wait for before it was refused something, it counts as waited for.
+    owe(commands);
+    return grown;
+  }
   for (const Growth& growth : growths) {
     grown_.push_back({growth, growth.seq->n_tokens});
     n_entries_ -= n_entries_of(*growth.seq);

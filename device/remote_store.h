@@ -47,12 +47,13 @@ class RemoteStore final : public SequenceStore {
   static Result<std::unique_ptr<RemoteStore>> open(std::unique_ptr<Driver> driver, ipc::Fd channel,
                                                    ipc::Mapping words,
                                                    const RemoteStoreOptions& options);
-  // REQUIRES: no enqueued work uses a page.
+  // Waits for the device. REQUIRES: no enqueued work of the caller uses a page.
   ~RemoteStore() override;
   RemoteStore(const RemoteStore&) = delete;
   RemoteStore& operator=(const RemoteStore&) = delete;
 
   // --- SequenceStore ----------------------------------------------------------------------------
+  Status state() const override;
   Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout) override;
   SlabPlace slab(uint32_t slab) const override;
   Result<SequencePtr> create(std::shared_ptr<const SpaceLayout> space) override;

@@ -147,6 +147,9 @@ class SequenceStore {
  public:
   virtual ~SequenceStore() = default;
 
+  // Whether it can be used. Fails: DISCONNECTED (who keeps the books has ended).  Threads: any.
+  virtual Status state() const { return Status::ok(); }
+
   // Completes a layout: lists and slabs. Fails: LIMIT, NO_SPACE, DEVICE, UNSUPPORTED (pages of 4
   // GiB and more).
   virtual Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout) = 0;
