@@ -57,10 +57,16 @@ bool ClientDriver::has_reached(const wire::Words::Word& word, uint64_t value) co
 
 void ClientDriver::let_go() {
   is_gone_.store(true, std::memory_order_relaxed);
-  // SYNC: release, which nobody needs: who waits for it is a stream, and what it then does is of no
-  // interest to anyone. What the client's device still writes may come behind it: await_event
-  // writes it again.
-  std::atomic_ref<uint64_t>(words_->client.value).store(wire::kPoison, std::memory_order_release);
+  const auto poison = [](wire::Words::Word* word) {
+    // SYNC: release, which nobody needs: who waits for it is a stream, and what it then does is of
+    // no interest to anyone. What the client's device still writes may come behind it: await_event
+    // writes it again.
+    std::atomic_ref<uint64_t>(word->value).store(wire::kPoison, std::memory_order_release);
+  };
+  poison(&words_->client);
+  // Streams of this process wait for these as well, and the client may have written anything there.
+  std::for_each(std::begin(words_->server), std::end(words_->server),
+                [&](wire::Words::Word& word) { poison(&word); });
 }
 
 // --- Memory -------------------------------------------------------------------------------------
@@ -89,7 +95,9 @@ Status ClientDriver::order(const Order& order, int fd) {
     }
     status = Status(KVM_ERR_PROTOCOL, "the client has answered an order with something else");
   }
+  // Whether it has done it is not known, and an answer that comes late must not count as a call.
   let_go();
+  channel_->shut_down();
   return status;
 }
 
@@ -288,7 +296,9 @@ Status ClientDriver::synchronize_stream(Stream stream) {
 }
 
 Status ClientDriver::synchronize_device() {
-  if (!is_gone()) {
+  // Without memory it has enqueued nothing that anybody waits for; and before it has been told that
+  // it is served, it takes no orders.
+  if (!is_gone() && !ranges_.empty()) {
     KVM_TRY(order({OrderKind::kSynchronize, 0, 0, 0}));
   }
   std::vector<Stream> streams;

@@ -11,8 +11,8 @@
 //    word; one that is recorded on the client's stream is the call's marker, and what the call has
 //    made the stream wait for.
 //
-// No stream of this process waits for a client without an end: when it has gone, its word is
-// poisoned until nothing waits for it any more. synchronize and its like poll, therefore.
+// No stream of this process waits for a client without an end: when it has gone, all words are
+// poisoned until nothing waits for them any more. synchronize and its like poll, therefore.
 //
 // Threads: the server's, for what the client is ordered to do and for kClientStream; any for the
 // rest.

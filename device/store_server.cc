@@ -31,7 +31,7 @@ Status broken(const std::string& what) {
 }
 
 uint64_t n_entries_of(const DeviceSequence& seq, uint64_t n_tokens) {
-  return seq.lists.size() * div_up(n_tokens, kPageTokens);
+  return wire::n_entries(seq.lists.size(), n_tokens);
 }
 
 void put_status(const Status& status, ipc::FrameWriter* writer) {
@@ -55,9 +55,8 @@ StoreServer::StoreServer(SharingDriver* device, Budget* memory, ipc::Fd channel,
       memory_(memory),
       channel_(std::move(channel)),
       words_(std::move(words)),
-      owned_driver_(std::make_unique<ClientDriver>(
-          device, &channel_, reinterpret_cast<wire::Words*>(words_.data()), memory)),
-      driver_(owned_driver_.get()) {}
+      driver_(std::make_shared<ClientDriver>(
+          device, &channel_, reinterpret_cast<wire::Words*>(words_.data()), memory)) {}
 
 StoreServer::~StoreServer() {
   driver_->let_go();
@@ -67,7 +66,6 @@ StoreServer::~StoreServer() {
   sequences_.clear();
   spaces_.clear();
   store_.reset();
-  owned_driver_.reset();
   if (words_registered_) {
     device_->unregister_host(words_.data());
   }
@@ -81,7 +79,7 @@ void StoreServer::stop() {
 Status StoreServer::open(const DeviceStoreOptions& options) {
   KVM_TRY(device_->register_host(words_.data(), sizeof(wire::Words)));
   words_registered_ = true;
-  KVM_TRY_ASSIGN(store_, DeviceStore::open_without_kernels(std::move(owned_driver_), options));
+  KVM_TRY_ASSIGN(store_, DeviceStore::open_without_kernels(driver_, options));
   return Status::ok();
 }
 
@@ -167,11 +165,8 @@ Result<DeviceSequence*> StoreServer::find(uint64_t id) const {
 }
 
 Status StoreServer::check_entries(uint64_t n_new) const {
-  return n_new <= wire::kMaxEntries - n_entries_
-             ? Status::ok()
-             : Status(KVM_ERR_LIMIT, "the client's sequences have " + std::to_string(n_entries_) +
-                                         " entries of pages, dropped ones too; allowed are " +
-                                         std::to_string(wire::kMaxEntries));
+  return n_new <= wire::kMaxEntries - n_entries_ ? Status::ok()
+                                                 : wire::too_many_entries(n_entries_);
 }
 
 Status StoreServer::note(const Note& note) {
@@ -188,7 +183,10 @@ Status StoreServer::note(const Note& note) {
       if (space == spaces_.end()) {
         return broken("a sequence of no space");
       }
-      made = store_->create(space->second);
+      if (!check_entries(wire::n_entries(space->second->lists.size(), 0)).is_ok()) {
+        return broken("a sequence that its entries have no room for");
+      }
+      KVM_TRY_ASSIGN(made, store_->create(space->second));
     } else {
       KVM_TRY_ASSIGN(DeviceSequence* const parent, find(note.of));
       if (!check_entries(n_entries_of(*parent, note.n_tokens)).is_ok()) {

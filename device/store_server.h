@@ -66,12 +66,11 @@ class StoreServer {
   ipc::FrameChannel channel_;
   ipc::Mapping words_;
   bool words_registered_ = false;
-  std::unique_ptr<ClientDriver> owned_driver_;  // until the store has it
-  ClientDriver* const driver_;                  // the store's, then
+  const std::shared_ptr<ClientDriver> driver_;
   std::unique_ptr<DeviceStore> store_;
   std::unordered_map<uint64_t, std::shared_ptr<const SpaceLayout>> spaces_;
   Sequences sequences_;
-  uint64_t n_entries_ = 0;      // of all lists of pages
+  uint64_t n_entries_ = 0;      // wire::n_entries of all sequences
   uint64_t n_refused_ = 0;      // of the budget, when it was looked at
   uint64_t n_new_entries_ = 0;  // of the last growth
   bool growing_ = false;        // a growth waits for its verdict

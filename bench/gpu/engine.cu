@@ -109,7 +109,7 @@ class Check {
     }
   }
 
-  Stored create() { return {store_->create(space_), {}}; }
+  Stored create() { return {store_->create(space_).value(), {}}; }
   Stored fork(const Stored& parent) {
     return {must(store_->fork(*parent.seq, parent.keys.size()), "fork"), parent.keys};
   }
@@ -315,7 +315,7 @@ void time_steps(const Books& books, uint32_t n_items, uint32_t n_tokens, const A
   call.o = {o.data(), o.size(), Dtype::kBf16, 0, 0};
   std::vector<BatchItem> items;
   for (uint32_t i = 0; i < n_items; ++i) {
-    items.push_back({store->create(space), 0, 0, 0, 0});
+    items.push_back({store->create(space).value(), 0, 0, 0, 0});
   }
   for (BatchItem& item : items) {
     for (uint32_t done = 0; done < n_tokens; done += kChunk) {
