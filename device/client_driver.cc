@@ -286,6 +286,12 @@ Status ClientDriver::await_event(Event event, bool of_device) {
 Status ClientDriver::synchronize(Event event) { return await_event(event, false); }
 
 Status ClientDriver::synchronize_stream(Stream stream) {
+  // Whoever asks is about to give pages to others: where there is no event to look at, the driver
+  // waits. Should the client go meanwhile, what lets it go lets the stream go.
+  return poll_stream(stream).is_ok() ? Status::ok() : device_->synchronize_stream(stream);
+}
+
+Status ClientDriver::poll_stream(Stream stream) {
   KVM_TRY_ASSIGN(const Event event, device_->create_event());
   Status status = device_->record(event, stream);
   if (status.is_ok()) {

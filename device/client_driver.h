@@ -101,6 +101,8 @@ class ClientDriver final : public MemoryDriver {
   bool has_reached(const wire::Words::Word& word, uint64_t value) const;
   // Polls until is_done, and keeps a client that has gone out of its way.
   Status await_event(Event real, bool of_device);
+  // Until what is enqueued on a stream of this process has been done. Fails where events do.
+  Status poll_stream(Stream stream);
   uint32_t index_of(Stream stream);
 
   SharingDriver* const device_;

@@ -639,10 +639,12 @@ Result<SequenceStore::Residence> RemoteStore::residence(DeviceSequence* seq) {
   Call what;
   what.kind = CallKind::kResidence;
   what.id = remote(seq)->id;
-  Residence is;
+  wire::Residence is;
   KVM_TRY(call(
-      what, kNothing, [&](ipc::FrameReader* reader) { is = reader->get<Residence>(); }, nullptr));
-  return is;
+      what, kNothing, [&](ipc::FrameReader* reader) { is = reader->get<wire::Residence>(); },
+      nullptr));
+  return Residence{is.on_host != 0, is.leaves != 0,     is.n_pages,
+                   is.n_host_pages, is.n_waiting_pages, static_cast<int32_t>(is.failure)};
 }
 
 Result<SequenceStore::Figures> RemoteStore::figures() {

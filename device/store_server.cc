@@ -263,8 +263,9 @@ Status StoreServer::ask(const Call& call, ipc::FrameReader* reader) {
       return Status::ok();
     }
     case CallKind::kResidence: {
-      KVM_TRY_ASSIGN(const SequenceStore::Residence residence, store_->residence(seq));
-      reply_.put(residence);
+      KVM_TRY_ASSIGN(const SequenceStore::Residence is, store_->residence(seq));
+      reply_.put(wire::Residence{is.on_host ? 1u : 0u, is.leaves ? 1u : 0u, is.n_pages,
+                                 is.n_host_pages, is.n_waiting_pages, is.failure});
       return Status::ok();
     }
     default:

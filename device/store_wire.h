@@ -22,6 +22,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "base/limits.h"
 #include "base/round.h"
@@ -96,7 +97,7 @@ enum class CallKind : uint32_t {
   kIsMoving,     // uint64_t[]: any of these, also_spills -> uint32_t
   kFinishMoves,  //
   kUsage,        // `id`                                  -> SequenceStore::Usage
-  kResidence,    // `id`                                  -> SequenceStore::Residence
+  kResidence,    // `id`                                  -> Residence
   kFigures,      //                                       -> SequenceStore::Figures
 };
 
@@ -135,6 +136,16 @@ struct Grow {
   uint32_t n_append = 0;
   uint32_t n_query = 0;
 };
+// SequenceStore::Residence without gaps, which would hold bytes of the server's stack.
+struct Residence {
+  uint32_t on_host = 0;
+  uint32_t leaves = 0;
+  uint64_t n_pages = 0;
+  uint64_t n_host_pages = 0;
+  uint64_t n_waiting_pages = 0;
+  int64_t failure = 0;
+};
+static_assert(std::has_unique_object_representations_v<Residence>);
 struct Change {
   uint32_t growth = 0;  // of the call's
   uint32_t list = 0;

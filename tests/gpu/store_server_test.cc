@@ -463,5 +463,34 @@ TEST(ClientDriver, NothingWaitsForWhoHasGone) {
   EXPECT_EQ(device.leftovers(), "");
 }
 
+// When a move has failed its pages go to others: nothing may be under way to them, also where the
+// driver has failed the mover's next call as well.
+TEST(ClientDriver, WaitsForStreamsWhereEventsFail) {
+  FakeDriver device;
+  Budget budget(kPoolBytes);
+  auto ends = ipc::FrameChannel::make_pair().value();
+  ipc::FrameChannel channel(std::move(ends.first));
+  auto memory =
+      ipc::create_shared_memory("words", sizeof(wire::Words), ipc::PeerAccess::kReadWrite).value();
+  ASSERT_TRUE(device.register_host(memory.mapping.data(), sizeof(wire::Words)).is_ok());
+  auto* const words = reinterpret_cast<wire::Words*>(memory.mapping.data());
+  {
+    ClientDriver driver(&device, &channel, words, &budget);
+    const Stream stream = driver.create_stream().value();
+    uint64_t n = 0;
+    for (const testing::Operation operation :
+         {testing::Operation::kEvent, testing::Operation::kRecord, testing::Operation::kQuery}) {
+      ASSERT_TRUE(device.write_word(&words->server[7].value, ++n, stream).is_ok());
+      device.fail(operation, 1);
+      EXPECT_TRUE(driver.synchronize_stream(stream).is_ok());
+      EXPECT_EQ(words->server[7].value, n) << static_cast<int>(operation);
+    }
+    driver.destroy_stream(stream);
+  }
+  device.unregister_host(memory.mapping.data());
+  EXPECT_EQ(device.complaints(), "");
+  EXPECT_EQ(device.leftovers(), "");
+}
+
 }  // namespace
 }  // namespace kvm::device
