@@ -440,8 +440,9 @@ KVM_GPU void MlaTask<Shape>::store_results(const DecodeParams& p, const Work& wo
       const bool valid = work.row_first + row < n_rows;
       const RowPlace at =
           row_place(work.request.q_token, work.kv_head, p.tensors.group, work.row_first + row);
-      float* const partial =
-          p.partial_o + (static_cast<uint64_t>(work.slot) * Shape::kRows + row) * Shape::kValueDim;
+      // A number, not an address: without a slot there may be no partial states at all.
+      const uint64_t partial =
+          (static_cast<uint64_t>(work.slot) * Shape::kRows + row) * Shape::kValueDim;
 #pragma unroll
       for (uint32_t n = 0; n < Shape::kOutTiles; n += 2) {
         const float low[2] = {o[t][n][2 * half], o[t][n][2 * half + 1]};
@@ -454,7 +455,7 @@ KVM_GPU void MlaTask<Shape>::store_results(const DecodeParams& p, const Work& wo
         const uint32_t channel =
             warp * Shape::kWarpChannels + (n + (odd ? 1 : 0)) * 8 + lane_id() % 4 / 2 * 4;
         if (work.slot >= 0) {
-          store_global(partial + channel, four);
+          store_global(p.partial_o + partial + channel, four);
         } else if (valid) {
           store_result(p.tensors, at, channel, four);
         }
