@@ -109,6 +109,9 @@ Status StoreServer::answer(const ipc::Frame& frame) {
   const auto verdict = reader.get<Verdict>();
   const std::vector<Note> notes = reader.get_all<Note>(wire::kMaxNotes);
   const auto call = reader.get<Call>();
+  if (call.marker >= wire::kPoison) {
+    return broken("a marker that would not be reached when it is gone");
+  }
   driver_->begin_call(call.marker);
   // A question of another thread may come between a growth and its verdict.
   if (verdict != Verdict::kNone || call.kind != CallKind::kIsMoving) {

@@ -260,6 +260,8 @@ TEST(StoreServer, EndsWhoBreaksThem) {
       {"growth of one twice", growing({{1, 1, 1}, {2, 1, 1}, {1, 1, 1}})},
       {"growth beyond a list", growing({{1, UINT32_MAX, 1}})},
       {"a spill of nobody", asking(call_of(CallKind::kSpill, 9))},
+      {"a marker beyond the poison",
+       asking(call_of(CallKind::kSpill, 1, UINT64_MAX, wire::kPoison + 1))},
       {"a question of nobody", asking(call_of(CallKind::kUsage, 9))},
       {"a call of no kind", asking(call_of(static_cast<CallKind>(99), 1))},
       {"a layout without lists", preparing({bf16, 64, 64, 0}, {})},
