@@ -30,7 +30,7 @@
 
 namespace kvm::device::wire {
 
-inline constexpr uint32_t kStoreVersion = 2;
+inline constexpr uint32_t kStoreVersion = 1;
 
 // LIMITS, of one client.
 inline constexpr uint64_t kMaxSpaces = 64;

@@ -319,13 +319,14 @@ TEST(StoreServer, CountsListsToo) {
   constexpr uint64_t kMost = wire::kMaxEntries / wire::n_entries(wire::kMaxLists, 0);
   for (const uint64_t n : {kMost, kMost + 1}) {
     Session session;
-    ASSERT_EQ(session.call(Verdict::kNone, {}, call_of(CallKind::kPrepare, 1),
-                           [](ipc::FrameWriter* writer) {
-                             writer->put(wire::Layout{KVM_CODEC_BF16, 64});
-                             const std::vector<wire::List> lists(wire::kMaxLists, {1, 1, 0, 0, 0});
-                             writer->put_all(std::span<const wire::List>(lists));
-                           }),
-              KVM_OK);
+    ASSERT_EQ(
+        session.call(Verdict::kNone, {}, call_of(CallKind::kPrepare, 1),
+                     [](ipc::FrameWriter* writer) {
+                       writer->put(wire::Layout{static_cast<uint32_t>(KVM_CODEC_BF16), 64, 64, 0});
+                       const std::vector<wire::List> lists(wire::kMaxLists, {1, 1, 0, 0, 0});
+                       writer->put_all(std::span<const wire::List>(lists));
+                     }),
+        KVM_OK);
     std::vector<Note> notes;
     for (uint64_t id = 1; id <= n; ++id) {
       notes.push_back({NoteKind::kCreate, 0, id, 1, 0});
