@@ -192,7 +192,7 @@ Result<std::shared_ptr<Client>> open_device_client(const DeviceOptions& options)
   return std::shared_ptr<Client>(std::make_shared<DeviceClient>(std::move(service), start_ns));
 }
 
-Status DeviceService::check_open() const { return is_closed ? closed_status() : Status::ok(); }
+Status DeviceService::check_open() const { return is_closed ? closed_status() : store->state(); }
 
 void DeviceService::close() {
   is_closed = true;
@@ -364,7 +364,8 @@ Result<kvm_seq_id> DeviceClient::create_seq(const SeqRequest& call) {
                                        std::to_string(kMaxTokens) + " tokens fit into a sequence");
   }
   KVM_TRY_ASSIGN(const DeviceService::SpaceRecord* space, service_->spaces.find(call.space));
-  return add_seq(service_->store->create(space->layout), call.space);
+  KVM_TRY_ASSIGN(device::SequencePtr made, service_->store->create(space->layout));
+  return add_seq(std::move(made), call.space);
 }
 
 void DeviceClient::finish_moves(std::span<const kvm_seq_id> ids, bool also_spills) {

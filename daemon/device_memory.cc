@@ -98,7 +98,7 @@ Result<std::unique_ptr<DeviceMemory>> DeviceMemory::open(const Options& options,
   const uint64_t pool = options.device_pool.bytes;
   memory->quota_bytes_ = options.device_quota.resolve(pool);
   for (const uint32_t ordinal : device_list(options.device_numbers)) {
-    Result<std::unique_ptr<device::Driver>> driver = open(ordinal);
+    Result<std::unique_ptr<device::SharingDriver>> driver = open(ordinal);
     if (!driver.is_ok()) {
       return Status(driver.status().code(), fmt::format("device {} of device.numbers: {}", ordinal,
                                                         driver.status().message()));

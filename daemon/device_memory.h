@@ -31,7 +31,7 @@ namespace kvm::daemon {
 bool is_device_list(const std::string& text);
 std::vector<uint32_t> device_list(std::string_view text);
 
-using OpenDevice = std::function<Result<std::unique_ptr<device::Driver>>(uint32_t ordinal)>;
+using OpenDevice = std::function<Result<std::unique_ptr<device::SharingDriver>>(uint32_t ordinal)>;
 
 // What one client has of a device. Destroying it gives everything back, and waits until that is
 // done: threads that may wait do so.
@@ -93,7 +93,7 @@ class DeviceMemory {
  private:
   struct Device {
     uint32_t ordinal = 0;
-    std::unique_ptr<device::Driver> driver;
+    std::unique_ptr<device::SharingDriver> driver;
     std::unique_ptr<device::Budget> pool;
     std::atomic<uint64_t> n_tenants{0};
   };

@@ -6,5 +6,5 @@
 
 int main(int argc, char** argv) {
   return kvm::daemon::run_kvmd(argc, argv, kvm::engine::Engine::open, kvm::engine::ring_bytes,
-                               kvm::device::open_driver);
+                               kvm::device::open_sharing_driver);
 }

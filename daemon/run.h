@@ -21,7 +21,7 @@ using RingBytes = std::function<uint64_t(const engine::Engine& engine)>;
 
 // Returns the exit status: 0 after a signal, 1 when the service could not start, 2 when an option
 // is wrong. `open_engine` is Engine::open, or a test's own, as are `ring_bytes`, and `open_device`,
-// which is device::open_driver.
+// which is device::open_sharing_driver.
 int run_kvmd(int argc, const char* const* argv, const OpenEngine& open_engine,
              const RingBytes& ring_bytes, const OpenDevice& open_device);
 

@@ -23,6 +23,8 @@ namespace {
 constexpr auto kPollEvery = std::chrono::microseconds(100);
 // Of a client that waits for its call: mapping memory, and waiting for its device.
 constexpr uint64_t kOrderTimeoutNs = 60'000'000'000;
+// LIMIT: of what a client says of a failure, so much is passed on.
+constexpr size_t kMaxSentence = 256;
 
 }  // namespace
 
@@ -35,7 +37,7 @@ struct ClientDriver::ClientEvent {
   std::vector<Command> waits;  // of_client
 };
 
-ClientDriver::ClientDriver(Driver* device, ipc::FrameChannel* channel, wire::Words* words,
+ClientDriver::ClientDriver(SharingDriver* device, ipc::FrameChannel* channel, wire::Words* words,
                            Budget* memory)
     : device_(device), channel_(channel), words_(words), memory_(memory) {}
 
@@ -55,10 +57,16 @@ bool ClientDriver::has_reached(const wire::Words::Word& word, uint64_t value) co
 
 void ClientDriver::let_go() {
   is_gone_.store(true, std::memory_order_relaxed);
-  // SYNC: release, which nobody needs: who waits for it is a stream, and what it then does is of no
-  // interest to anyone. What the client's device still writes may come behind it: await_event
-  // writes it again.
-  std::atomic_ref<uint64_t>(words_->client.value).store(wire::kPoison, std::memory_order_release);
+  const auto poison = [](wire::Words::Word* word) {
+    // SYNC: release, which nobody needs: who waits for it is a stream, and what it then does is of
+    // no interest to anyone. What the client's device still writes may come behind it: await_event
+    // writes it again.
+    std::atomic_ref<uint64_t>(word->value).store(wire::kPoison, std::memory_order_release);
+  };
+  poison(&words_->client);
+  // Streams of this process wait for these as well, and the client may have written anything there.
+  std::for_each(std::begin(words_->server), std::end(words_->server),
+                [&](wire::Words::Word& word) { poison(&word); });
 }
 
 // --- Memory -------------------------------------------------------------------------------------
@@ -78,13 +86,18 @@ Status ClientDriver::order(const Order& order, int fd) {
     const auto code = reader.get<int32_t>();
     const std::string sentence = reader.get_text();
     if (answer_.kind == static_cast<uint32_t>(FrameKind::kDone) && reader.is_whole()) {
-      return code == KVM_OK ? Status::ok()
-                            : Status(code == KVM_ERR_NO_SPACE ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE,
-                                     "in the client: " + sentence.substr(0, 256));
+      if (code == KVM_OK) {
+        return Status::ok();
+      }
+      std::string why = "in the client: ";
+      why.append(sentence, 0, kMaxSentence);
+      return Status(code == KVM_ERR_NO_SPACE ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE, std::move(why));
     }
     status = Status(KVM_ERR_PROTOCOL, "the client has answered an order with something else");
   }
+  // Whether it has done it is not known, and an answer that comes late must not count as a call.
   let_go();
+  channel_->shut_down();
   return status;
 }
 
@@ -273,6 +286,12 @@ Status ClientDriver::await_event(Event event, bool of_device) {
 Status ClientDriver::synchronize(Event event) { return await_event(event, false); }
 
 Status ClientDriver::synchronize_stream(Stream stream) {
+  // Whoever asks is about to give pages to others: where there is no event to look at, the driver
+  // waits. Should the client go meanwhile, what lets it go lets the stream go.
+  return poll_stream(stream).is_ok() ? Status::ok() : device_->synchronize_stream(stream);
+}
+
+Status ClientDriver::poll_stream(Stream stream) {
   KVM_TRY_ASSIGN(const Event event, device_->create_event());
   Status status = device_->record(event, stream);
   if (status.is_ok()) {
@@ -283,7 +302,9 @@ Status ClientDriver::synchronize_stream(Stream stream) {
 }
 
 Status ClientDriver::synchronize_device() {
-  if (!is_gone()) {
+  // Without memory it has enqueued nothing that anybody waits for; and before it has been told that
+  // it is served, it takes no orders.
+  if (!is_gone() && !ranges_.empty()) {
     KVM_TRY(order({OrderKind::kSynchronize, 0, 0, 0}));
   }
   std::vector<Stream> streams;

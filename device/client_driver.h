@@ -11,8 +11,8 @@
 //    word; one that is recorded on the client's stream is the call's marker, and what the call has
 //    made the stream wait for.
 //
-// No stream of this process waits for a client without an end: when it has gone, its word is
-// poisoned until nothing waits for it any more. synchronize and its like poll, therefore.
+// No stream of this process waits for a client without an end: when it has gone, all words are
+// poisoned until nothing waits for them any more. synchronize and its like poll, therefore.
 //
 // Threads: the server's, for what the client is ordered to do and for kClientStream; any for the
 // rest.
@@ -39,7 +39,8 @@ class ClientDriver final : public MemoryDriver {
  public:
   // All must outlive it. `memory`: what is mapped is taken from it. REQUIRES: *words is registered
   // with the device.
-  ClientDriver(Driver* device, ipc::FrameChannel* channel, wire::Words* words, Budget* memory);
+  ClientDriver(SharingDriver* device, ipc::FrameChannel* channel, wire::Words* words,
+               Budget* memory);
   ~ClientDriver() override;
   ClientDriver(const ClientDriver&) = delete;
   ClientDriver& operator=(const ClientDriver&) = delete;
@@ -100,9 +101,11 @@ class ClientDriver final : public MemoryDriver {
   bool has_reached(const wire::Words::Word& word, uint64_t value) const;
   // Polls until is_done, and keeps a client that has gone out of its way.
   Status await_event(Event real, bool of_device);
+  // Until what is enqueued on a stream of this process has been done. Fails where events do.
+  Status poll_stream(Stream stream);
   uint32_t index_of(Stream stream);
 
-  Driver* const device_;
+  SharingDriver* const device_;
   ipc::FrameChannel* const channel_;
   wire::Words* const words_;
   Budget* const memory_;

@@ -43,11 +43,11 @@ Result<std::unique_ptr<DeviceStore>> DeviceStore::open(std::unique_ptr<Driver> d
 }
 
 Result<std::unique_ptr<DeviceStore>> DeviceStore::open_without_kernels(
-    std::unique_ptr<MemoryDriver> driver, const DeviceStoreOptions& options) {
+    std::shared_ptr<MemoryDriver> driver, const DeviceStoreOptions& options) {
   return open_over(std::move(driver), nullptr, options);
 }
 
-Result<std::unique_ptr<DeviceStore>> DeviceStore::open_over(std::unique_ptr<MemoryDriver> driver,
+Result<std::unique_ptr<DeviceStore>> DeviceStore::open_over(std::shared_ptr<MemoryDriver> driver,
                                                             Driver* kernels,
                                                             const DeviceStoreOptions& options) {
   std::unique_ptr<DeviceStore> store(new DeviceStore(std::move(driver), kernels, options));
@@ -55,7 +55,7 @@ Result<std::unique_ptr<DeviceStore>> DeviceStore::open_over(std::unique_ptr<Memo
   return store;
 }
 
-DeviceStore::DeviceStore(std::unique_ptr<MemoryDriver> driver, Driver* kernels,
+DeviceStore::DeviceStore(std::shared_ptr<MemoryDriver> driver, Driver* kernels,
                          const DeviceStoreOptions& options)
     : driver_(std::move(driver)),
       kernels_(kernels),
@@ -115,8 +115,8 @@ Result<std::shared_ptr<const SpaceLayout>> DeviceStore::prepare(SpaceLayout layo
 
 // --- Sequences ----------------------------------------------------------------------------------
 
-SequencePtr DeviceStore::create(std::shared_ptr<const SpaceLayout> space) {
-  return std::make_shared<HeldSequence>(std::move(space));
+Result<SequencePtr> DeviceStore::create(std::shared_ptr<const SpaceLayout> space) {
+  return SequencePtr(std::make_shared<HeldSequence>(std::move(space)));
 }
 
 Result<SequencePtr> DeviceStore::fork(DeviceSequence& parent, uint64_t n_tokens) {

@@ -78,7 +78,7 @@ class DeviceStore final : public SequenceStore {
                                                    const DeviceStoreOptions& options);
   // Over a driver without kernels.
   static Result<std::unique_ptr<DeviceStore>> open_without_kernels(
-      std::unique_ptr<MemoryDriver> driver, const DeviceStoreOptions& options);
+      std::shared_ptr<MemoryDriver> driver, const DeviceStoreOptions& options);
   // Waits for the device.
   ~DeviceStore() override;
   DeviceStore(const DeviceStore&) = delete;
@@ -89,7 +89,7 @@ class DeviceStore final : public SequenceStore {
   SlabPlace slab(uint32_t slab) const override {
     return {pool_->base(slab), pool_->slab_page_bytes(slab), pool_->slab_slots(slab)};
   }
-  SequencePtr create(std::shared_ptr<const SpaceLayout> space) override;
+  Result<SequencePtr> create(std::shared_ptr<const SpaceLayout> space) override;
   Result<SequencePtr> fork(DeviceSequence& parent, uint64_t n_tokens) override;
   Status truncate(DeviceSequence* seq, uint64_t n_tokens) override;
   void clear(DeviceSequence* seq) override;
@@ -150,9 +150,9 @@ class DeviceStore final : public SequenceStore {
     uint64_t ticket = 0;  // 0: of none
   };
   // `kernels`: the same driver, or null.
-  DeviceStore(std::unique_ptr<MemoryDriver> driver, Driver* kernels,
+  DeviceStore(std::shared_ptr<MemoryDriver> driver, Driver* kernels,
               const DeviceStoreOptions& options);
-  static Result<std::unique_ptr<DeviceStore>> open_over(std::unique_ptr<MemoryDriver> driver,
+  static Result<std::unique_ptr<DeviceStore>> open_over(std::shared_ptr<MemoryDriver> driver,
                                                         Driver* kernels,
                                                         const DeviceStoreOptions& options);
   Status init(const DeviceStoreOptions& options);
@@ -184,7 +184,7 @@ class DeviceStore final : public SequenceStore {
   void give_back(std::span<const Taken> taken);
   Result<EventPtr> record_now(Stream stream);
 
-  std::unique_ptr<MemoryDriver> driver_;
+  const std::shared_ptr<MemoryDriver> driver_;
   Driver* const kernels_;
   std::unique_ptr<EventPool> events_;
   std::shared_ptr<PagePool> pool_;  // layouts give their slabs back to it, if it is still there

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operations of a GPU that this folder is written with: the seam between it and CUDA.
 //
-// Implemented by cuda_driver.cu where there is a CUDA toolkit, by no_cuda.cc where there is none
-// (it opens nothing), and for tests over plain memory (tests/gpu/fake_driver.h). All
-// implementations pass one suite, tests/gpu/driver_test.cc.
+// Implemented by cuda_memory.h and cuda_driver.cu where there is a CUDA toolkit, by no_cuda.cc
+// where there is none (it opens nothing), and for tests over plain memory
+// (tests/gpu/fake_driver.h). All implementations pass one suite, tests/gpu/driver_test.cc.
 //
 // Work that is enqueued on one stream happens in order, and at some time; nothing here waits for it
 // but synchronize and synchronize_device. Memory that enqueued work uses stays as it is until the
@@ -86,10 +86,9 @@ class MemoryDriver {
   virtual Status copy(void* to, const void* from, uint64_t size_bytes, Stream stream) = 0;
 };
 
-class Driver : public MemoryDriver {
+// A SharingDriver has memory that several processes map, and words that order what they enqueue.
+class SharingDriver : public MemoryDriver {
  public:
-  // --- Memory that several processes map, and their order -------------------------------------
-
   // As map, with memory of zeros that drivers of other processes can map, too: whoever has the
   // descriptor. The memory is there as long as somebody maps it or has a descriptor of it.
   virtual Result<ipc::Fd> map_shared(uint8_t* at, uint64_t size_bytes) = 0;
@@ -104,9 +103,11 @@ class Driver : public MemoryDriver {
   virtual Status write_word(uint64_t* word, uint64_t value, Stream stream) = 0;
   // What is enqueued from now on waits until *word - value, as a signed number, is not negative.
   virtual Status wait_word(const uint64_t* word, uint64_t value, Stream stream) = 0;
+};
 
-  // --- Kernels ----------------------------------------------------------------------------------
-
+// A Driver launches kernels, too.
+class Driver : public SharingDriver {
+ public:
   // Blocks of the kernel that run at once on the whole device, at least 1.
   virtual Result<uint32_t> decode_blocks(const attention::gpu::DecodeKernel& kernel) = 0;
   // n_blocks, n_merges, n_tokens: for so many there are blocks; 0 is nothing. What the parameters
@@ -123,9 +124,11 @@ class Driver : public MemoryDriver {
   virtual Status move(const attention::gpu::MoveParams& params, Stream stream) = 0;
 };
 
-// The device with this ordinal. Defined by whichever implementation is linked.
+// The device with this ordinal. Defined by whichever implementation is linked; a program without
+// kernels has the second only.
 // Fails: UNSUPPORTED (built without CUDA), DEVICE (no driver, no such device).
 Result<std::unique_ptr<Driver>> open_driver(uint32_t ordinal);
+Result<std::unique_ptr<SharingDriver>> open_sharing_driver(uint32_t ordinal);
 
 }  // namespace kvm::device
 

@@ -4,9 +4,17 @@
 
 namespace kvm::device {
 
-Result<std::unique_ptr<Driver>> open_driver(uint32_t) {
+namespace {
+
+Status unsupported() {
   return Status(KVM_ERR_UNSUPPORTED,
-                "this library was built without CUDA: no device memory can be used");
+                "this program was built without CUDA: no device memory can be used");
 }
+
+}  // namespace
+
+Result<std::unique_ptr<Driver>> open_driver(uint32_t) { return unsupported(); }
+
+Result<std::unique_ptr<SharingDriver>> open_sharing_driver(uint32_t) { return unsupported(); }
 
 }  // namespace kvm::device

@@ -11,6 +11,7 @@
 #include "base/kill_point.h"
 #include "base/reserve.h"
 #include "base/round.h"
+#include "base/undo.h"
 
 namespace kvm::device {
 
@@ -55,6 +56,9 @@ RemoteSequence* remote(DeviceSequence* seq) { return static_cast<RemoteSequence*
 const RemoteSequence& remote(const DeviceSequence& seq) {
   return static_cast<const RemoteSequence&>(seq);
 }
+uint64_t n_entries_of(const DeviceSequence& seq) {
+  return wire::n_entries(seq.lists.size(), seq.n_tokens);
+}
 
 }  // namespace
 
@@ -98,6 +102,8 @@ Status RemoteStore::init(uint64_t ready_within_ns) {
 }
 
 RemoteStore::~RemoteStore() {
+  // Streams may still come to words. If kvmd ends meanwhile, the watcher lets them go.
+  (void)driver_->synchronize_device();
   is_ending_.store(true, std::memory_order_relaxed);
   channel_.shut_down();
   if (watcher_.joinable()) {
@@ -146,7 +152,14 @@ Status RemoteStore::break_off(const std::string& why) {
   return Status(KVM_ERR_PROTOCOL, why);
 }
 
+Status RemoteStore::state() const {
+  return is_down_.load(std::memory_order_relaxed) ? gone() : Status::ok();
+}
+
 void RemoteStore::note(const Note& note) {
+  if (is_down_.load(std::memory_order_relaxed)) {
+    return;  // nobody takes it any more
+  }
   bool many = false;
   {
     const std::lock_guard lock(outbox_->mutex);
@@ -168,24 +181,31 @@ Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Comma
   writer_.clear();
   // A question of another thread may come between a growth and its verdict, which is not its to
   // give: it says none, and the server must not take that for one.
-  writer_.put(first ? std::exchange(verdict_, Verdict::kNone) : Verdict::kNone);
+  writer_.put(first ? verdict_ : Verdict::kNone);
   if (first) {
     const std::lock_guard notes_lock(outbox_->mutex);
     writer_.put_all(std::span<const Note>(outbox_->notes));
+    writer_.put(what);
+    put(&writer_);
+    // The last thing that may ask for memory is done.
     outbox_->notes.clear();
+    verdict_ = Verdict::kNone;
   } else {
     writer_.put_all(std::span<const Note>());
+    writer_.put(what);
+    put(&writer_);
   }
-  writer_.put(what);
-  put(&writer_);
+  // Where there is no memory for an answer, the next call must not take it for its own.
+  Undo breaking_off([this] {
+    is_down_.store(true, std::memory_order_relaxed);
+    channel_.shut_down();
+  });
   Status status = channel_.send(static_cast<uint32_t>(FrameKind::kCall), writer_.bytes());
   KVM_KILL_POINT("device_client/sent");
   if (status.is_ok()) {
     status = receive_reply();
   }
   if (!status.is_ok()) {
-    is_down_.store(true, std::memory_order_relaxed);
-    channel_.shut_down();
     return status.code() == KVM_ERR_DISCONNECTED ? gone() : status;
   }
   ipc::FrameReader reader(frame_.bytes);
@@ -194,17 +214,18 @@ Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Comma
   if (code == KVM_OK) {
     take(&reader);
   }
-  const std::vector<Command> wanted = reader.get_all<Command>(wire::kMaxEntries);
+  std::vector<Command> wanted = reader.get_all<Command>(wire::kMaxEntries);
   if (!reader.is_whole() || !std::all_of(wanted.begin(), wanted.end(), [this](const Command& of) {
         return of.kind == CommandKind::kWait
                    ? of.word < wire::kServerWords
                    : ranges_.contains(of.to_range) && ranges_.contains(of.from_range);
       })) {
-    return break_off("kvmd has sent an answer that is none");
+    return Status(KVM_ERR_PROTOCOL, "kvmd has sent an answer that is none");
   }
+  breaking_off.dismiss();
   KVM_KILL_POINT("device_client/answered");
   if (commands != nullptr) {
-    *commands = wanted;
+    *commands = std::move(wanted);
   }
   return code == KVM_OK ? Status::ok() : Status(static_cast<kvm_status>(code), sentence);
 }
@@ -342,12 +363,20 @@ SlabPlace RemoteStore::slab(uint32_t slab) const {
   return {ranges_.at(known.range).base, known.page_bytes, known.n_slots};
 }
 
-SequencePtr RemoteStore::create(std::shared_ptr<const SpaceLayout> space) {
+Status RemoteStore::check_entries(uint64_t n_new) const {
+  return n_new <= wire::kMaxEntries - n_entries_ ? Status::ok()
+                                                 : wire::too_many_entries(n_entries_);
+}
+
+Result<SequencePtr> RemoteStore::create(std::shared_ptr<const SpaceLayout> space) {
+  const uint64_t n_new = wire::n_entries(space->lists.size(), 0);
+  KVM_TRY(check_entries(n_new));
   const uint64_t of = space->number;
   auto seq = std::make_shared<RemoteSequence>(std::move(space));
   seq->id = ++last_sequence_;
   note({NoteKind::kCreate, 0, seq->id, of, 0});
-  return seq;
+  n_entries_ += n_new;
+  return SequencePtr(std::move(seq));
 }
 
 Status RemoteStore::settle(RemoteSequence* seq) {
@@ -388,12 +417,15 @@ Result<SequencePtr> RemoteStore::fork(DeviceSequence& parent, uint64_t n_tokens)
   if (n_tokens < parent.n_tokens) {
     KVM_TRY(parent.check_visible(n_tokens, n_tokens));
   }
+  const uint64_t n_new = wire::n_entries(parent.lists.size(), n_tokens);
+  KVM_TRY(check_entries(n_new));
   auto child = std::make_shared<RemoteSequence>(remote(parent));
   child->version = 0;
   child->noted_by = nullptr;
   child->cut(n_tokens, [](PageRef) {});
   child->id = ++last_sequence_;
   note({NoteKind::kFork, 0, child->id, remote(parent).id, n_tokens});
+  n_entries_ += n_new;
   return SequencePtr(std::move(child));
 }
 
@@ -403,13 +435,16 @@ Status RemoteStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
     return Status::ok();
   }
   KVM_TRY(seq->check_visible(n_tokens, n_tokens));
+  n_entries_ -= n_entries_of(*seq);
   seq->cut(n_tokens, [](PageRef) {});
+  n_entries_ += n_entries_of(*seq);
   note({NoteKind::kTruncate, 0, remote(seq)->id, 0, n_tokens});
   mark_changed(seq);
   return Status::ok();
 }
 
 void RemoteStore::clear(DeviceSequence* seq) {
+  n_entries_ -= n_entries_of(*seq);
   seq->cut(0, [](PageRef) {});
   remote(seq)->moved = false;
   note({NoteKind::kClear, 0, std::exchange(remote(seq)->id, 0), 0, 0});
@@ -441,7 +476,7 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
   what.kind = CallKind::kGrow;
   std::vector<wire::Change> changes;
   std::vector<Command> commands;
-  KVM_TRY(call(
+  const Status grown = call(
       what,
       [&](ipc::FrameWriter* writer) {
         std::vector<wire::Grow> items;
@@ -451,10 +486,17 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
         writer->put_all(std::span<const wire::Grow>(items));
       },
       [&](ipc::FrameReader* reader) { changes = reader->get_all<wire::Change>(n_at_most); },
-      &commands));
+      &commands);
+  if (!grown.is_ok()) {
+    // What kvmd had the stream wait for before it was refused something, it counts as waited for.
+    owe(commands);
+    return grown;
+  }
   for (const Growth& growth : growths) {
     grown_.push_back({growth, growth.seq->n_tokens});
+    n_entries_ -= n_entries_of(*growth.seq);
     growth.seq->n_tokens += growth.n_append;
+    n_entries_ += n_entries_of(*growth.seq);
   }
   for (const wire::Change& change : changes) {
     if (change.growth >= growths.size() ||
@@ -501,7 +543,9 @@ void RemoteStore::undo_growth() {
     }
   }
   for (const Grown& grown : grown_) {
+    n_entries_ -= n_entries_of(*grown.growth.seq);
     grown.growth.seq->n_tokens = grown.n_before;
+    n_entries_ += n_entries_of(*grown.growth.seq);
   }
   changes_.clear();
   grown_.clear();
@@ -595,10 +639,12 @@ Result<SequenceStore::Residence> RemoteStore::residence(DeviceSequence* seq) {
   Call what;
   what.kind = CallKind::kResidence;
   what.id = remote(seq)->id;
-  Residence is;
+  wire::Residence is;
   KVM_TRY(call(
-      what, kNothing, [&](ipc::FrameReader* reader) { is = reader->get<Residence>(); }, nullptr));
-  return is;
+      what, kNothing, [&](ipc::FrameReader* reader) { is = reader->get<wire::Residence>(); },
+      nullptr));
+  return Residence{is.on_host != 0, is.leaves != 0,     is.n_pages,
+                   is.n_host_pages, is.n_waiting_pages, static_cast<int32_t>(is.failure)};
 }
 
 Result<SequenceStore::Figures> RemoteStore::figures() {

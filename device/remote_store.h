@@ -47,15 +47,16 @@ class RemoteStore final : public SequenceStore {
   static Result<std::unique_ptr<RemoteStore>> open(std::unique_ptr<Driver> driver, ipc::Fd channel,
                                                    ipc::Mapping words,
                                                    const RemoteStoreOptions& options);
-  // REQUIRES: no enqueued work uses a page.
+  // Waits for the device. REQUIRES: no enqueued work of the caller uses a page.
   ~RemoteStore() override;
   RemoteStore(const RemoteStore&) = delete;
   RemoteStore& operator=(const RemoteStore&) = delete;
 
   // --- SequenceStore ----------------------------------------------------------------------------
+  Status state() const override;
   Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout) override;
   SlabPlace slab(uint32_t slab) const override;
-  SequencePtr create(std::shared_ptr<const SpaceLayout> space) override;
+  Result<SequencePtr> create(std::shared_ptr<const SpaceLayout> space) override;
   Result<SequencePtr> fork(DeviceSequence& parent, uint64_t n_tokens) override;
   Status truncate(DeviceSequence* seq, uint64_t n_tokens) override;
   void clear(DeviceSequence* seq) override;
@@ -109,6 +110,8 @@ class RemoteStore final : public SequenceStore {
   Status break_off(const std::string& why);
 
   void note(const wire::Note& note);
+  // Fails: LIMIT.
+  Status check_entries(uint64_t n_new) const;
   // A call and its answer: `put` writes what goes behind the Call, `take` reads the answer, which
   // it must read whole. What the reply wants enqueued goes to *commands. `first`: notes and the
   // verdict of the last growth go before it, as with everything but questions of other threads.
@@ -133,6 +136,7 @@ class RemoteStore final : public SequenceStore {
   const std::shared_ptr<void> held_;
   bool words_registered_ = false;
   std::shared_ptr<Outbox> outbox_ = std::make_shared<Outbox>();
+  uint64_t n_entries_ = 0;  // wire::n_entries of all sequences, as kvmd counts them
   uint64_t last_space_ = 0;
   uint64_t last_sequence_ = 0;
   uint64_t last_marker_ = 0;

@@ -151,14 +151,18 @@ class SequenceStore {
  public:
   virtual ~SequenceStore() = default;
 
+  // Whether it can be used. Fails: DISCONNECTED (who keeps the books has ended).  Threads: any.
+  virtual Status state() const { return Status::ok(); }
+
   // Completes a layout: lists and slabs. Fails: LIMIT, NO_SPACE, DEVICE, UNSUPPORTED (pages of 4
   // GiB and more).
   virtual Result<std::shared_ptr<const SpaceLayout>> prepare(SpaceLayout layout) = 0;
   // REQUIRES: of a layout that was prepared and is still there.
   virtual SlabPlace slab(uint32_t slab) const = 0;
 
-  virtual SequencePtr create(std::shared_ptr<const SpaceLayout> space) = 0;
-  // Fails: INVALID, PARTIAL, BUSY (on the host).
+  // Fails: LIMIT (of what kvmd keeps for one client), as fork.
+  virtual Result<SequencePtr> create(std::shared_ptr<const SpaceLayout> space) = 0;
+  // Fails: INVALID, PARTIAL, BUSY (on the host), LIMIT.
   virtual Result<SequencePtr> fork(DeviceSequence& parent, uint64_t n_tokens) = 0;
   virtual Status truncate(DeviceSequence* seq, uint64_t n_tokens) = 0;
   // Gives everything back.

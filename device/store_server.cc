@@ -31,7 +31,7 @@ Status broken(const std::string& what) {
 }
 
 uint64_t n_entries_of(const DeviceSequence& seq, uint64_t n_tokens) {
-  return seq.lists.size() * div_up(n_tokens, kPageTokens);
+  return wire::n_entries(seq.lists.size(), n_tokens);
 }
 
 void put_status(const Status& status, ipc::FrameWriter* writer) {
@@ -50,14 +50,13 @@ bool is_layout_of_device(const wire::Layout& rows, CodecId codec) {
 
 }  // namespace
 
-StoreServer::StoreServer(Driver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words)
+StoreServer::StoreServer(SharingDriver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words)
     : device_(device),
       memory_(memory),
       channel_(std::move(channel)),
       words_(std::move(words)),
-      owned_driver_(std::make_unique<ClientDriver>(
-          device, &channel_, reinterpret_cast<wire::Words*>(words_.data()), memory)),
-      driver_(owned_driver_.get()) {}
+      driver_(std::make_shared<ClientDriver>(
+          device, &channel_, reinterpret_cast<wire::Words*>(words_.data()), memory)) {}
 
 StoreServer::~StoreServer() {
   driver_->let_go();
@@ -67,7 +66,6 @@ StoreServer::~StoreServer() {
   sequences_.clear();
   spaces_.clear();
   store_.reset();
-  owned_driver_.reset();
   if (words_registered_) {
     device_->unregister_host(words_.data());
   }
@@ -81,7 +79,7 @@ void StoreServer::stop() {
 Status StoreServer::open(const DeviceStoreOptions& options) {
   KVM_TRY(device_->register_host(words_.data(), sizeof(wire::Words)));
   words_registered_ = true;
-  KVM_TRY_ASSIGN(store_, DeviceStore::open_without_kernels(std::move(owned_driver_), options));
+  KVM_TRY_ASSIGN(store_, DeviceStore::open_without_kernels(driver_, options));
   return Status::ok();
 }
 
@@ -111,6 +109,9 @@ Status StoreServer::answer(const ipc::Frame& frame) {
   const auto verdict = reader.get<Verdict>();
   const std::vector<Note> notes = reader.get_all<Note>(wire::kMaxNotes);
   const auto call = reader.get<Call>();
+  if (call.marker >= wire::kPoison) {
+    return broken("a marker that would not be reached when it is gone");
+  }
   driver_->begin_call(call.marker);
   // A question of another thread may come between a growth and its verdict.
   if (verdict != Verdict::kNone || call.kind != CallKind::kIsMoving) {
@@ -167,11 +168,8 @@ Result<DeviceSequence*> StoreServer::find(uint64_t id) const {
 }
 
 Status StoreServer::check_entries(uint64_t n_new) const {
-  return n_new <= wire::kMaxEntries - n_entries_
-             ? Status::ok()
-             : Status(KVM_ERR_LIMIT, "the client's sequences have " + std::to_string(n_entries_) +
-                                         " entries of pages, dropped ones too; allowed are " +
-                                         std::to_string(wire::kMaxEntries));
+  return n_new <= wire::kMaxEntries - n_entries_ ? Status::ok()
+                                                 : wire::too_many_entries(n_entries_);
 }
 
 Status StoreServer::note(const Note& note) {
@@ -188,7 +186,10 @@ Status StoreServer::note(const Note& note) {
       if (space == spaces_.end()) {
         return broken("a sequence of no space");
       }
-      made = store_->create(space->second);
+      if (!check_entries(wire::n_entries(space->second->lists.size(), 0)).is_ok()) {
+        return broken("a sequence that its entries have no room for");
+      }
+      KVM_TRY_ASSIGN(made, store_->create(space->second));
     } else {
       KVM_TRY_ASSIGN(DeviceSequence* const parent, find(note.of));
       if (!check_entries(n_entries_of(*parent, note.n_tokens)).is_ok()) {
@@ -265,8 +266,9 @@ Status StoreServer::ask(const Call& call, ipc::FrameReader* reader) {
       return Status::ok();
     }
     case CallKind::kResidence: {
-      KVM_TRY_ASSIGN(const SequenceStore::Residence residence, store_->residence(seq));
-      reply_.put(residence);
+      KVM_TRY_ASSIGN(const SequenceStore::Residence is, store_->residence(seq));
+      reply_.put(wire::Residence{is.on_host ? 1u : 0u, is.leaves ? 1u : 0u, is.n_pages,
+                                 is.n_host_pages, is.n_waiting_pages, is.failure});
       return Status::ok();
     }
     default:

@@ -28,7 +28,7 @@ namespace kvm::device {
 class StoreServer {
  public:
   // `device` and `memory` must outlive it. words: of sizeof(wire::Words).
-  StoreServer(Driver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words);
+  StoreServer(SharingDriver* device, Budget* memory, ipc::Fd channel, ipc::Mapping words);
   // REQUIRES: serve has returned, or was never called. Gives everything back.
   ~StoreServer();
   StoreServer(const StoreServer&) = delete;
@@ -61,17 +61,16 @@ class StoreServer {
   Status settle(uint64_t id);
   Status is_moving(const wire::Call& call, ipc::FrameReader* reader);
 
-  Driver* const device_;
+  SharingDriver* const device_;
   Budget* const memory_;
   ipc::FrameChannel channel_;
   ipc::Mapping words_;
   bool words_registered_ = false;
-  std::unique_ptr<ClientDriver> owned_driver_;  // until the store has it
-  ClientDriver* const driver_;                  // the store's, then
+  const std::shared_ptr<ClientDriver> driver_;
   std::unique_ptr<DeviceStore> store_;
   std::unordered_map<uint64_t, std::shared_ptr<const SpaceLayout>> spaces_;
   Sequences sequences_;
-  uint64_t n_entries_ = 0;      // of all lists of pages
+  uint64_t n_entries_ = 0;      // wire::n_entries of all sequences
   uint64_t n_refused_ = 0;      // of the budget, when it was looked at
   uint64_t n_new_entries_ = 0;  // of the last growth
   bool growing_ = false;        // a growth waits for its verdict

@@ -21,6 +21,12 @@
 #define KVM_DEVICE_STORE_WIRE_H_
 
 #include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "base/limits.h"
+#include "base/round.h"
+#include "base/status.h"
 
 namespace kvm::device::wire {
 
@@ -32,7 +38,19 @@ inline constexpr uint64_t kMaxSequences = 65536;
 inline constexpr uint64_t kMaxLists = 1024;       // of a space
 inline constexpr uint64_t kMaxGrowths = 1024;     // of a step
 inline constexpr uint64_t kMaxNotes = 65536;      // of a call
-inline constexpr uint64_t kMaxEntries = 1 << 26;  // of all lists of pages: 256 MiB
+inline constexpr uint64_t kMaxEntries = 1 << 26;  // of all sequences: 256 MiB
+
+// Entries that a sequence counts for, on both sides: one, of 4 bytes, for each page in each list,
+// dropped ones too, and what a list takes that has none.
+inline constexpr uint64_t kListEntries = 8;
+constexpr uint64_t n_entries(uint64_t n_lists, uint64_t n_tokens) {
+  return n_lists * (kListEntries + div_up(n_tokens, kPageTokens));
+}
+inline Status too_many_entries(uint64_t n_entries) {
+  return Status(KVM_ERR_LIMIT, "the client's sequences count for " + std::to_string(n_entries) +
+                                   " lists and pages, dropped ones too; allowed are " +
+                                   std::to_string(kMaxEntries));
+}
 
 enum class FrameKind : uint32_t { kReady = 1, kCall, kOrder, kDone, kReply };
 
@@ -79,7 +97,7 @@ enum class CallKind : uint32_t {
   kIsMoving,     // uint64_t[]: any of these, also_spills -> uint32_t
   kFinishMoves,  //
   kUsage,        // `id`                                  -> SequenceStore::Usage
-  kResidence,    // `id`                                  -> SequenceStore::Residence
+  kResidence,    // `id`                                  -> Residence
   kFigures,      //                                       -> SequenceStore::Figures
 };
 
@@ -118,6 +136,16 @@ struct Grow {
   uint32_t n_append = 0;
   uint32_t n_query = 0;
 };
+// SequenceStore::Residence without gaps, which would hold bytes of the server's stack.
+struct Residence {
+  uint32_t on_host = 0;
+  uint32_t leaves = 0;
+  uint64_t n_pages = 0;
+  uint64_t n_host_pages = 0;
+  uint64_t n_waiting_pages = 0;
+  int64_t failure = 0;
+};
+static_assert(std::has_unique_object_representations_v<Residence>);
 struct Change {
   uint32_t growth = 0;  // of the call's
   uint32_t list = 0;

@@ -64,19 +64,25 @@ class FrameWriter {
   template <class T>
   void put(const T& value) {
     static_assert(std::is_trivially_copyable_v<T>);
-    const auto* const from = reinterpret_cast<const uint8_t*>(&value);
-    bytes_.insert(bytes_.end(), from, from + sizeof value);
+    append(&value, sizeof value);
   }
   template <class T>
   void put_all(std::span<const T> values) {
     static_assert(std::is_trivially_copyable_v<T>);
     put(static_cast<uint64_t>(values.size()));
-    const auto* const from = reinterpret_cast<const uint8_t*>(values.data());
-    bytes_.insert(bytes_.end(), from, from + values.size_bytes());
+    append(values.data(), values.size_bytes());
   }
   void put_text(std::string_view text) { put_all(std::span<const char>(text.data(), text.size())); }
 
  private:
+  void append(const void* from, size_t n) {
+    if (n != 0) {
+      const size_t at = bytes_.size();
+      bytes_.resize(at + n);
+      std::memcpy(bytes_.data() + at, from, n);
+    }
+  }
+
   std::vector<uint8_t> bytes_;
 };
 

@@ -50,6 +50,9 @@ class Child {
   Link link_;
 };
 
+// A child's role: keeps the books of device memory for its parent (engine.cu). The exit status.
+int keep_books(const Link& link);
+
 }  // namespace kvm::bench::gpu
 
 #endif  // KVM_BENCH_GPU_CHILD_H_

@@ -97,6 +97,7 @@ int run_copies(const Args& args);
 int run_gather(const Args& args);
 int run_ipc(const Args& args);
 int run_engine(const Args& args);
+int run_server(const Args& args);
 int run_child(const Args& args);
 int run_kernels(const Args& args);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sequences in device memory (device/) on a real device: whether steps, forks, graphs and moves
-// give what fp64 arithmetic gives, and what a decode step costs.
+// give what fp64 arithmetic gives, and what a decode step costs. Once with a pool of this process,
+// and once with one of another process, which keeps the books and is killed at the end.
 #include <cuda_runtime.h>
 
 #include <chrono>
@@ -12,10 +13,15 @@
 #include <vector>
 
 #include "base/splitmix.h"
+#include "bench/gpu/child.h"
 #include "bench/gpu/device.h"
 #include "device/batch.h"
 #include "device/device_store.h"
 #include "device/driver.h"
+#include "device/remote_store.h"
+#include "device/store_server.h"
+#include "ipc/frame_channel.h"
+#include "ipc/memory.h"
 
 namespace kvm::bench::gpu {
 namespace {
@@ -27,6 +33,14 @@ using device::BatchOptions;
 using device::DeviceSequence;
 using device::DeviceStore;
 using device::DeviceTensor;
+using device::SequenceStore;
+
+// A store, what launches on it, and what its figures are called by.
+struct Books {
+  device::Driver* driver = nullptr;
+  std::unique_ptr<SequenceStore> store;
+  std::string name;
+};
 
 double now_us() {
   return std::chrono::duration<double, std::micro>(
@@ -66,7 +80,7 @@ struct Stored {
 
 class Check {
  public:
-  explicit Check(DeviceStore* store) : store_(store) {
+  explicit Check(const Books& books) : store_(books.store.get()) {
     device::SpaceLayout layout;
     layout.dim = kDim;
     layout.scale = 0.1f;
@@ -78,14 +92,14 @@ class Check {
       layer.classes = {{{0}, 0, 0, 0, 0, 0}, {{1}, 4, i == 0 ? 0u : 100u, 8, 0, 0}};
       layout.layers.push_back(layer);
     }
-    space_ = must(store->prepare(layout), "prepare");
+    space_ = must(store_->prepare(layout), "prepare");
     BatchOptions options;
     options.max_items = kMaxItems;
     options.max_append = 512;
     options.max_query = kMaxQuery;
     options.max_query_rows = kMaxRows;
     options.max_tokens = 4096;
-    batch_ = must(Batch::create(store, space_, options), "batch");
+    batch_ = must(Batch::create(books.driver, store_, space_, options), "batch");
     q_ = DeviceBuffer(kMaxRows * kQHeads * kDim * 2);
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
       k_.emplace_back(512 * kKvHeads * kDim * 2);
@@ -95,7 +109,7 @@ class Check {
     }
   }
 
-  Stored create() { return {store_->create(space_), {}}; }
+  Stored create() { return {store_->create(space_).value(), {}}; }
   Stored fork(const Stored& parent) {
     return {must(store_->fork(*parent.seq, parent.keys.size()), "fork"), parent.keys};
   }
@@ -126,7 +140,7 @@ class Check {
   double error_of(const Stored& of, const std::vector<uint64_t>& tree, uint32_t row, uint32_t layer,
                   const float* o, const uint16_t* q) const;
 
-  DeviceStore* store_;
+  SequenceStore* store_;
   Stream stream_;
   std::shared_ptr<const device::SpaceLayout> space_;
   std::unique_ptr<Batch> batch_;
@@ -241,8 +255,9 @@ bool Check::step(const std::string& name, std::vector<std::pair<Stored*, uint32_
   return print_bar({"engine o", name, "relative", worst, 0, 5e-3, false});
 }
 
-bool check_engine(DeviceStore* store) {
-  Check check(store);
+bool check_engine(const Books& books) {
+  SequenceStore* const store = books.store.get();
+  Check check(books);
   Stored a = check.create(), b = check.create();
   bool right = check.step("prefill", {{&a, 300}, {&b, 70}}, 1, false);
   right = check.step("decode", {{&a, 1}, {&b, 1}}, 2, false) && right;
@@ -268,7 +283,8 @@ bool check_engine(DeviceStore* store) {
 }
 
 // 32 layers of 32 q heads, 8 kv heads, 128 channels, all sequences of one length.
-void time_steps(DeviceStore* store, uint32_t n_items, uint32_t n_tokens, const Args& args) {
+void time_steps(const Books& books, uint32_t n_items, uint32_t n_tokens, const Args& args) {
+  SequenceStore* const store = books.store.get();
   constexpr uint32_t kAll = 32, kChunk = 512;
   device::SpaceLayout layout;
   layout.dim = kDim;
@@ -287,7 +303,7 @@ void time_steps(DeviceStore* store, uint32_t n_items, uint32_t n_tokens, const A
   options.max_append = std::max(n_items, kChunk);
   options.max_query_rows = n_items;
   options.max_tokens = n_tokens + 512;
-  auto batch = must(Batch::create(store, space, options), "batch");
+  auto batch = must(Batch::create(books.driver, store, space, options), "batch");
   const Stream stream;
   const DeviceBuffer rows(uint64_t{options.max_append} * 8 * kDim * 2);
   const DeviceBuffer q(uint64_t{n_items} * 32 * kDim * 2), o(uint64_t{n_items} * 32 * kDim * 2);
@@ -299,7 +315,7 @@ void time_steps(DeviceStore* store, uint32_t n_items, uint32_t n_tokens, const A
   call.o = {o.data(), o.size(), Dtype::kBf16, 0, 0};
   std::vector<BatchItem> items;
   for (uint32_t i = 0; i < n_items; ++i) {
-    items.push_back({store->create(space), 0, 0, 0, 0});
+    items.push_back({store->create(space).value(), 0, 0, 0, 0});
   }
   for (BatchItem& item : items) {
     for (uint32_t done = 0; done < n_tokens; done += kChunk) {
@@ -349,54 +365,134 @@ void time_steps(DeviceStore* store, uint32_t n_items, uint32_t n_tokens, const A
   }
   check(cudaGraphExecDestroy(graph), "cudaGraphExecDestroy");
   const std::string name = std::to_string(n_items) + " x " + std::to_string(n_tokens) + " tokens";
-  print_figure("engine update", name, "us on the host", median(updates));
-  print_figure("engine launch", name, "us on the host a call", median(launches));
-  print_figure("engine step", name, "ms", median(steps));
-  print_figure("engine step in a graph", name, "ms", median(by_graph));
+  print_figure(books.name + " update", name, "us on the host", median(updates));
+  print_figure(books.name + " launch", name, "us on the host a call", median(launches));
+  print_figure(books.name + " step", name, "ms", median(steps));
+  print_figure(books.name + " step in a graph", name, "ms", median(by_graph));
 
-  std::vector<double> out, in;
-  const device::DeviceStoreCounters before = store->counters();
+  // Copies are on streams of whoever has the books. Those that come back wait for those that leave,
+  // and an update for those that come back.
+  std::vector<double> moves;
+  const auto spilled_bytes = [store] { return must(store->figures(), "figures").spilled_bytes; };
+  const uint64_t spilled_before = spilled_bytes();
+  BatchItem moved;
+  moved.seq = items[0].seq;
   for (uint32_t i = 0; i < 5; ++i) {
     const double begin = now_us();
-    if (!store->spill(items[0].seq.get(), 0, UINT64_MAX, stream.get()).is_ok()) {
+    if (!store->spill(moved.seq.get(), 0, UINT64_MAX, stream.get()).is_ok()) {
       break;  // longer than host memory for it
     }
-    must(store->driver().synchronize_device(), "spill");
-    const double spilled = now_us();
-    must(store->fetch(items[0].seq.get(), 0, UINT64_MAX, stream.get()), "fetch");
-    must(store->driver().synchronize_device(), "fetch");
-    out.push_back(spilled - begin);
-    in.push_back(now_us() - spilled);
+    must(store->fetch(moved.seq.get(), 0, UINT64_MAX, stream.get()), "fetch");
+    must(batch->update({&moved, 1}, stream.get()), "update");
+    stream.wait();
+    moves.push_back(now_us() - begin);
   }
-  if (!out.empty()) {
-    const double bytes =
-        static_cast<double>(store->counters().spilled_bytes - before.spilled_bytes) /
-        static_cast<double>(out.size());
-    print_figure("engine spill", name, "GB/s", bytes / median(out) * 1e-3);
-    print_figure("engine fetch", name, "GB/s", bytes / median(in) * 1e-3);
+  if (!moves.empty()) {
+    const double bytes = 2 * static_cast<double>(spilled_bytes() - spilled_before) /
+                         static_cast<double>(moves.size());
+    print_figure(books.name + " there and back", name, "GB/s", bytes / median(moves) * 1e-3);
   }
   for (const BatchItem& item : items) {
     store->clear(item.seq.get());
   }
 }
 
+device::DeviceStoreOptions options_of(const Args& args, uint64_t free_bytes) {
+  device::DeviceStoreOptions options;
+  options.pool_bytes = std::min(free_bytes / 5 * 4, args.max_bytes);
+  options.host_bytes = uint64_t{args.quick ? 1u : 4u} << 30;
+  return options;
+}
+
+int check_and_time(const Books& books, const Args& args) {
+  const bool right = check_engine(books);
+  if (!args.small) {
+    const std::pair<uint32_t, uint32_t> cases[] = {{1, 16384}, {16, 4096}, {64, 2048}};
+    for (const auto& [n_items, n_tokens] : cases) {
+      time_steps(books, n_items, n_tokens, args);
+    }
+  }
+  print_fact(books.name, "all", right ? "right" : "WRONG");
+  return right ? 0 : 1;
+}
+
+// The books are kept, and moves in flight, and who keeps them is killed: how long until the stream
+// has come to its end, and a call has said so.
+void time_its_death(Books* books, Child* server) {
+  device::SpaceLayout layout;
+  layout.dim = kDim;
+  device::LayerLayout layer;
+  layer.n_q_heads = layer.n_kv_heads = 8;
+  layer.classes = {{{0, 1, 2, 3, 4, 5, 6, 7}, 0, 0, 0, 0, 0}};
+  layout.layers = {layer};
+  const auto space = must(books->store->prepare(layout), "prepare");
+  BatchOptions options;
+  options.max_append = 1 << 18;
+  options.max_tokens = 1 << 19;
+  auto batch = must(Batch::create(books->driver, books->store.get(), space, options), "batch");
+  const Stream stream;
+  BatchItem item;
+  item.seq = books->store->create(space);
+  item.n_append = 1 << 18;
+  must(batch->update({&item, 1}, stream.get()), "update");
+  must(books->store->spill(item.seq.get(), 0, UINT64_MAX, stream.get()), "spill");
+  must(books->store->fetch(item.seq.get(), 0, UINT64_MAX, stream.get()), "fetch");
+  item.n_append = 0;
+  must(batch->update({&item, 1}, stream.get()), "update");  // waits, on the stream, for the fetch
+  server->kill_now();
+  const double begin = now_us();
+  while (books->store->figures().is_ok()) {
+  }
+  const double told = now_us();
+  stream.wait();
+  print_figure("server death", "until a call says so", "us", told - begin);
+  print_figure("server death", "until the stream has ended", "us", now_us() - begin);
+}
+
 }  // namespace
 
 int run_engine(const Args& args) {
   auto driver = must(device::open_driver(0), "open_driver");
-  device::DeviceStoreOptions options;
-  options.pool_bytes = std::min(driver->facts().free_bytes / 5 * 4, args.max_bytes);
-  options.host_bytes = uint64_t{args.quick ? 1u : 4u} << 30;
-  auto store = must(DeviceStore::open(std::move(driver), options), "store");
-  const bool right = check_engine(store.get());
-  if (!args.small) {
-    const std::pair<uint32_t, uint32_t> cases[] = {{1, 16384}, {16, 4096}, {64, 2048}};
-    for (const auto& [n_items, n_tokens] : cases) {
-      time_steps(store.get(), n_items, n_tokens, args);
-    }
+  const device::DeviceStoreOptions options = options_of(args, driver->facts().free_bytes);
+  Books books{driver.get(), nullptr, "engine"};
+  books.store = must(DeviceStore::open(std::move(driver), options), "store");
+  return check_and_time(books, args);
+}
+
+int run_server(const Args& args) {
+  Child server("keeper");
+  auto ends = must(ipc::FrameChannel::make_pair(), "channel");
+  auto words = must(
+      ipc::create_shared_memory("words", sizeof(device::wire::Words), ipc::PeerAccess::kReadWrite),
+      "words");
+  auto driver = must(device::open_driver(0), "open_driver");
+  const device::DeviceStoreOptions options = options_of(args, driver->facts().free_bytes);
+  server.link().send(static_cast<double>(options.pool_bytes), ends.first.get());
+  server.link().send(static_cast<double>(options.host_bytes), words.fd.get());
+  ends.first.reset();
+  Books books{driver.get(), nullptr, "server"};
+  books.store = must(device::RemoteStore::open(std::move(driver), std::move(ends.second),
+                                               std::move(words.mapping), {}),
+                     "server");
+  const int status = check_and_time(books, args);
+  time_its_death(&books, &server);
+  return status;
+}
+
+int keep_books(const Link& link) {
+  const std::optional<Link::Message> pool = link.receive(), host = link.receive();
+  if (!pool.has_value() || !host.has_value()) {
+    return 2;
   }
-  print_fact("engine", "all", right ? "right" : "WRONG");
-  return right ? 0 : 1;
+  const ipc::Fd words(host->fd);
+  auto driver = must(device::open_driver(0), "open_driver");
+  device::Budget budget(static_cast<uint64_t>(pool->value));
+  device::StoreServer server(
+      driver.get(), &budget, ipc::Fd(pool->fd),
+      must(ipc::map_shared_memory(words, sizeof(device::wire::Words), ipc::PeerAccess::kReadWrite),
+           "words"));
+  (void)server.serve({budget.capacity(), static_cast<uint64_t>(host->value)});
+  return 0;
 }
 
 }  // namespace kvm::bench::gpu

@@ -20,6 +20,7 @@ constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
             side, registered memory, flags (U6 to U9)
   engine    sequences in device memory: steps, forks, graphs, moves, against fp64 arithmetic; what
             a decode step of 32 layers costs
+  server    the same in memory of a second process that keeps the books, as kvmd does; and its death
   all       all of the above, in this order
   kernels   the compiled shapes and their shared memory; needs no device
 
@@ -41,7 +42,7 @@ int run(const kvm::bench::gpu::Args& args) {
   const std::string& c = args.command;
   const bool all = c == "all";
   if (!all && c != "caps" && c != "verify" && c != "bench" && c != "sweep" && c != "copies" &&
-      c != "gather" && c != "ipc" && c != "engine") {
+      c != "gather" && c != "ipc" && c != "engine" && c != "server") {
     std::fprintf(stderr, "kvm_gpu_check: no command is called '%s'; --help lists them\n",
                  c.c_str());
     return 2;
@@ -73,6 +74,9 @@ int run(const kvm::bench::gpu::Args& args) {
   }
   if (all || c == "engine") {
     status |= run_engine(args);
+  }
+  if (all || c == "server") {
+    status |= run_server(args);
   }
   return status;
 }

@@ -544,6 +544,7 @@ int run_child(const Args& args) {
          : args.role == "opener"    ? open_role(link)
          : args.role == "owner"     ? own_role(link)
          : args.role == "registrar" ? register_role(link)
+         : args.role == "keeper"    ? keep_books(link)
                                     : 2;
 }
 

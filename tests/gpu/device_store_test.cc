@@ -347,7 +347,7 @@ TEST(DeviceStoreTest, UpdatesWithoutMemoryOfTheHostChangeNothing) {
   batch_options.max_query_rows = 2;
   batch_options.max_tokens = 4096;
   auto batch = Batch::create(driver, store.get(), space, batch_options).value();
-  auto parent = store->create(space);
+  auto parent = store->create(space).value();
   const std::vector<BatchItem> first = {{parent, 100, 0, 1, 0, {}}};
   ASSERT_TRUE(batch->update(first, nullptr).is_ok());
   auto child = store->fork(*parent, 100).value();
@@ -411,7 +411,7 @@ TEST(DeviceStoreTest, AccountsHoldAfterEveryOperation) {
       }
       const uint64_t chance = below(100);
       if (seqs.empty() || (chance < 10 && seqs.size() < 10)) {
-        seqs.push_back(store->create(space));
+        seqs.push_back(store->create(space).value());
       } else {
         DeviceSequence* const seq = seqs[below(seqs.size())].get();
         Status status;
@@ -582,7 +582,7 @@ class Marked {
   Status operate() {
     const uint64_t chance = below(100);
     if (seqs_.empty() || (chance < 8 && seqs_.size() < 7)) {
-      seqs_.push_back({store_->create(space_), std::vector<std::vector<uint64_t>>(2)});
+      seqs_.push_back({store_->create(space_).value(), std::vector<std::vector<uint64_t>>(2)});
       return Status::ok();
     }
     const size_t index = below(seqs_.size());
@@ -792,7 +792,7 @@ TEST(DeviceMovesTest, LongSequencesTakeAFewCallsOfTheDriver) {
   layer.classes = {{{0}, 0, 0, 0, 0}};
   layout.layers.assign(32, layer);
   const auto space = store->prepare(layout).value();
-  const auto seq = store->create(space), beside = store->create(space);
+  const auto seq = store->create(space).value(), beside = store->create(space).value();
   while (seq->n_tokens < n_tokens) {
     const std::vector<Growth> step = {{seq.get(), 64, 0}, {beside.get(), 1, 0}};
     ASSERT_TRUE(store->begin_growth(step, nullptr).is_ok());

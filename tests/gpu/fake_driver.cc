@@ -440,11 +440,15 @@ bool FakeDriver::advance(std::unique_lock<std::recursive_mutex>* lock) {
     return !one.second->work.empty() && one.second->work.front().word != nullptr;
   };
   const auto begin = std::chrono::steady_clock::now();
+  bool gave_time = false;  // in which others may have done everything
   while (!progress()) {
-    if (std::none_of(queues_.begin(), queues_.end(), awaits_word) ||
-        std::chrono::steady_clock::now() - begin > kLongest) {
+    if (std::none_of(queues_.begin(), queues_.end(), awaits_word)) {
+      return gave_time;
+    }
+    if (std::chrono::steady_clock::now() - begin > kLongest) {
       return false;
     }
+    gave_time = true;
     lock->unlock();
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     lock->lock();

@@ -47,7 +47,7 @@ void add_failures(FakeOptions* options) {
   }
 }
 
-kvm::Result<std::unique_ptr<kvm::device::Driver>> open_fake(uint32_t ordinal) {
+kvm::Result<std::unique_ptr<kvm::device::SharingDriver>> open_fake(uint32_t ordinal) {
   if (ordinal > 1) {
     return kvm::Status(KVM_ERR_DEVICE,
                        "device is " + std::to_string(ordinal) + "; this machine has 2");
@@ -64,7 +64,7 @@ kvm::Result<std::unique_ptr<kvm::device::Driver>> open_fake(uint32_t ordinal) {
       is_wrong = true;
     }
   };
-  return std::unique_ptr<kvm::device::Driver>(std::make_unique<FakeDriver>(options));
+  return std::unique_ptr<kvm::device::SharingDriver>(std::make_unique<FakeDriver>(options));
 }
 
 }  // namespace

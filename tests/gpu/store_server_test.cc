@@ -5,15 +5,18 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/splitmix.h"
+#include "device/client_driver.h"
 #include "device/store_wire.h"
 #include "ipc/frame_channel.h"
 #include "tests/gpu/fake_driver.h"
@@ -257,6 +260,8 @@ TEST(StoreServer, EndsWhoBreaksThem) {
       {"growth of one twice", growing({{1, 1, 1}, {2, 1, 1}, {1, 1, 1}})},
       {"growth beyond a list", growing({{1, UINT32_MAX, 1}})},
       {"a spill of nobody", asking(call_of(CallKind::kSpill, 9))},
+      {"a marker beyond the poison",
+       asking(call_of(CallKind::kSpill, 1, UINT64_MAX, wire::kPoison + 1))},
       {"a question of nobody", asking(call_of(CallKind::kUsage, 9))},
       {"a call of no kind", asking(call_of(static_cast<CallKind>(99), 1))},
       {"a layout without lists", preparing({bf16, 64, 64, 0}, {})},
@@ -309,6 +314,27 @@ TEST(StoreServer, RefusesWhatIsTooMuchAndGoesOn) {
   EXPECT_EQ(session.end().code(), KVM_ERR_DISCONNECTED);
 }
 
+// Sequences without a token take memory as well.
+TEST(StoreServer, CountsListsToo) {
+  constexpr uint64_t kMost = wire::kMaxEntries / wire::n_entries(wire::kMaxLists, 0);
+  for (const uint64_t n : {kMost, kMost + 1}) {
+    Session session;
+    ASSERT_EQ(session.call(Verdict::kNone, {}, call_of(CallKind::kPrepare, 1),
+                           [](ipc::FrameWriter* writer) {
+                             writer->put(wire::Layout{KVM_CODEC_BF16, 64});
+                             const std::vector<wire::List> lists(wire::kMaxLists, {1, 1, 0, 0, 0});
+                             writer->put_all(std::span<const wire::List>(lists));
+                           }),
+              KVM_OK);
+    std::vector<Note> notes;
+    for (uint64_t id = 1; id <= n; ++id) {
+      notes.push_back({NoteKind::kCreate, 0, id, 1, 0});
+    }
+    EXPECT_EQ(session.call(Verdict::kNone, notes, call_of(CallKind::kFlush)),
+              n <= kMost ? KVM_OK : KVM_ERR_DISCONNECTED);
+  }
+}
+
 TEST(StoreServer, ClientsGiveWayToEachOther) {
   Budget budget(kPoolBytes);
   {
@@ -333,6 +359,36 @@ TEST(StoreServer, ClientsGiveWayToEachOther) {
     EXPECT_EQ(grow(&other), KVM_OK);
   }
   EXPECT_EQ(budget.used(), 0u);
+}
+
+// Locking the host's memory, or a stream, fails: the client hears why, and nothing is kept.
+TEST(StoreServer, SaysWhyItCannotServe) {
+  for (const auto& [operation, nth] :
+       std::vector<std::pair<testing::Operation, uint64_t>>{{testing::Operation::kRegister, 1},
+                                                            {testing::Operation::kRegister, 2},
+                                                            {testing::Operation::kStream, 3}}) {
+    SCOPED_TRACE(static_cast<int>(operation));
+    FakeOptions options;
+    options.runs_by_itself = true;
+    options.fail_first = {{operation, nth}};
+    FakeDriver driver(options);
+    Budget budget(kPoolBytes);
+    auto ends = ipc::FrameChannel::make_pair().value();
+    auto words =
+        ipc::create_shared_memory("words", sizeof(wire::Words), ipc::PeerAccess::kReadWrite)
+            .value();
+    auto server = std::make_unique<StoreServer>(&driver, &budget, std::move(ends.first),
+                                                std::move(words.mapping));
+    EXPECT_EQ(server->serve({kPoolBytes, 4 << 20}).code(), KVM_ERR_DEVICE);
+    server->stop();  // as the session does when its client goes
+    server.reset();
+    ipc::FrameChannel client(std::move(ends.second));
+    ipc::Frame ready;
+    ASSERT_TRUE(client.receive(kPatienceNs, &ready).is_ok());
+    EXPECT_EQ(ipc::FrameReader(ready.bytes).get<int32_t>(), KVM_ERR_DEVICE);
+    EXPECT_EQ(driver.leftovers(), "");
+    EXPECT_EQ(driver.complaints(), "");
+  }
 }
 
 // Any byte of any call may be another one, or be missing.
@@ -373,6 +429,69 @@ TEST(StoreServer, SurvivesAnyBytes) {
   }
   // Most of it is not what a client says.
   EXPECT_GT(n_ended, n_lives / 4);
+}
+
+// Streams of the server may wait for words of its own, which the client can write as well.
+TEST(ClientDriver, NothingWaitsForWhoHasGone) {
+  FakeDriver device;
+  Budget budget(kPoolBytes);
+  auto ends = ipc::FrameChannel::make_pair().value();
+  ipc::FrameChannel channel(std::move(ends.first));
+  auto memory =
+      ipc::create_shared_memory("words", sizeof(wire::Words), ipc::PeerAccess::kReadWrite).value();
+  ASSERT_TRUE(device.register_host(memory.mapping.data(), sizeof(wire::Words)).is_ok());
+  auto* const words = reinterpret_cast<wire::Words*>(memory.mapping.data());
+  {
+    ClientDriver driver(&device, &channel, words, &budget);
+    const Stream first = driver.create_stream().value(), second = driver.create_stream().value();
+    const Event piece = driver.create_event().value(), call = driver.create_event().value();
+    driver.begin_call(1);
+    ASSERT_TRUE(driver.record(piece, first).is_ok());
+    ASSERT_TRUE(driver.wait(kClientStream, piece).is_ok());
+    ASSERT_EQ(driver.commands().size(), 1u);
+    ASSERT_TRUE(driver.record(call, kClientStream).is_ok());
+    ASSERT_TRUE(device.synchronize_stream(first).is_ok());
+    std::atomic_ref<uint64_t>(words->server[0].value).store(0);  // the client does
+    ASSERT_TRUE(driver.wait(second, call).is_ok());
+    driver.let_go();
+    device.settle();  // says when something waits for ever
+    driver.destroy_event(piece);
+    driver.destroy_event(call);
+    driver.destroy_stream(first);
+    driver.destroy_stream(second);
+  }
+  device.unregister_host(memory.mapping.data());
+  EXPECT_EQ(device.complaints(), "");
+  EXPECT_EQ(device.leftovers(), "");
+}
+
+// When a move has failed its pages go to others: nothing may be under way to them, also where the
+// driver has failed the mover's next call as well.
+TEST(ClientDriver, WaitsForStreamsWhereEventsFail) {
+  FakeDriver device;
+  Budget budget(kPoolBytes);
+  auto ends = ipc::FrameChannel::make_pair().value();
+  ipc::FrameChannel channel(std::move(ends.first));
+  auto memory =
+      ipc::create_shared_memory("words", sizeof(wire::Words), ipc::PeerAccess::kReadWrite).value();
+  ASSERT_TRUE(device.register_host(memory.mapping.data(), sizeof(wire::Words)).is_ok());
+  auto* const words = reinterpret_cast<wire::Words*>(memory.mapping.data());
+  {
+    ClientDriver driver(&device, &channel, words, &budget);
+    const Stream stream = driver.create_stream().value();
+    uint64_t n = 0;
+    for (const testing::Operation operation :
+         {testing::Operation::kEvent, testing::Operation::kRecord, testing::Operation::kQuery}) {
+      ASSERT_TRUE(device.write_word(&words->server[7].value, ++n, stream).is_ok());
+      device.fail(operation, 1);
+      EXPECT_TRUE(driver.synchronize_stream(stream).is_ok());
+      EXPECT_EQ(words->server[7].value, n) << static_cast<int>(operation);
+    }
+    driver.destroy_stream(stream);
+  }
+  device.unregister_host(memory.mapping.data());
+  EXPECT_EQ(device.complaints(), "");
+  EXPECT_EQ(device.leftovers(), "");
 }
 
 }  // namespace
