@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention/cuda/params.h"
 #include "base/splitmix.h"
 #include "device/host_chunks.h"
 #include "tests/gpu/device_rig.h"
@@ -114,7 +115,10 @@ class Twins {
     for (kvm_cuda_batch*& batch : batches_) {
       batch = rig_.batch(rig_.batch_params(kMaxItems, 200, kMaxQuery, 600));
     }
-    chunks_ = rig_.batch(rig_.batch_params(kMaxItems, 200, kMaxChunk, 600));
+    if (attention::gpu::is_prefill_on_devices(static_cast<CodecId>(rig_.geometry().codec),
+                                              rig_.geometry().dim)) {
+      chunks_ = rig_.batch(rig_.batch_params(kMaxItems, 200, kMaxChunk, 600));
+    }
   }
   ~Twins() {
     kvm_queue_destroy(queue_);
@@ -386,8 +390,8 @@ class Twins {
   kvm_space_id host_space_ = 0;
   kvm_queue* queue_ = nullptr;
   kvm_cuda_batch* batches_[2] = {};
-  kvm_cuda_batch* chunks_ = nullptr;
-  uint64_t n_pages_ = 0;  // in use by pairs_
+  kvm_cuda_batch* chunks_ = nullptr;  // null: of rows that the prefill kernel has not
+  uint64_t n_pages_ = 0;              // in use by pairs_
   std::vector<Pair> pairs_;
   std::vector<Expected> pending_;
   uint64_t last_key_ = 0;
@@ -397,7 +401,7 @@ class Twins {
 
 void Twins::step() {
   const uint64_t which = below(8);
-  const bool prefill = which == 7;
+  const bool prefill = which == 7 && chunks_ != nullptr;
   kvm_cuda_batch* const batch = prefill ? chunks_ : batches_[which % 2];
   std::vector<kvm_cuda_item> items;
   std::vector<Pair*> whose;
@@ -581,14 +585,14 @@ TEST(DeviceModelTest, RandomOperationsGiveWhatTheEngineForCpusGives) {
     World world;
     world.geometry.codec = kCodecs[(seed + seed / 5) % 5];
     constexpr uint32_t kDims[] = {80, 64, 96, 192};
-    if (world.geometry.codec != KVM_CODEC_I4) {
+    if (seed % 5 == 3) {
+      world.geometry.codec = seed % 2 == 0 ? KVM_CODEC_F16 : KVM_CODEC_BF16;
+      world.geometry.dim = 576;
+      world.geometry.v_in_k = true;
+    } else if (world.geometry.codec != KVM_CODEC_I4) {
       world.geometry.dim = kDims[seed / 2 % 4];
-      if (seed % 5 == 3) {
-        world.geometry.dim = 576;
-        world.geometry.v_in_k = true;
-      }
-      world.pool_bytes = world.pool_bytes * world.geometry.dim / 64;
     }
+    world.pool_bytes = world.pool_bytes * world.geometry.dim / 64;
     Twins twins(seed, world);
     // The emulator takes longer.
     twins.run((nightly ? 600u : 120u) / (seed % 4 == 0 ? 6 : 1));
