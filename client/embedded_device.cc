@@ -148,6 +148,9 @@ namespace {
 
 // Locking memory of the host takes kvmd a second for every few GB.
 constexpr uint64_t kReadyNsPerByte = 4;
+// An answer may have to wait for the device: for what is enqueued before a spill whose pages it
+// hands out.
+constexpr uint64_t kAnswerNs = 60'000'000'000;
 constexpr uint64_t kMostBytes = uint64_t{1} << 50;
 
 Result<std::unique_ptr<device::SequenceStore>> open_remote_store(
@@ -161,7 +164,7 @@ Result<std::unique_ptr<device::SequenceStore>> open_remote_store(
   asked.words_bytes = sizeof(device::wire::Words);
   KVM_TRY_ASSIGN(DeviceMemoryGiven given, connection->open_device(asked));
   device::RemoteStoreOptions remote;
-  remote.timeout_ns = options.server->timeout_ns;
+  remote.timeout_ns = std::max(options.server->timeout_ns, kAnswerNs);
   remote.ready_within_ns = add_saturating(
       options.server->timeout_ns, std::min(options.host_bytes, kMostBytes) * kReadyNsPerByte);
   remote.held = std::move(connection);

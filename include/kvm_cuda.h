@@ -114,10 +114,13 @@ typedef struct kvm_cuda_params {
  * and launches the kernels: engines then share a device's memory under kvmd's limits, and what one
  * of them held is free when it ends, in whatever way. All calls are the same; those that need to
  * know of pages that are new (an update, whatever names a sequence after a spill or a fetch) ask
- * kvmd once. If kvmd ends, streams go on at once, over memory that is still mapped and whose
- * contents kvmd may not have finished: what was enqueued since the last synchronization is to be
- * thrown away. Calls answer DISCONNECTED from then on, kvm_client_reconnect does nothing, and what
- * is left is kvm_cuda_batch_destroy and kvm_client_close.
+ * kvmd once. Where another engine has been refused memory that this one has mapped and does not
+ * use, the next of them waits for the device and gives it back.
+ * If kvmd ends, or does not answer within timeout_ns and a minute, streams go on at once, over
+ * memory that is still mapped and whose contents kvmd may not have finished: what was enqueued
+ * since the last synchronization is to be thrown away. Calls answer DISCONNECTED from then on,
+ * kvm_client_reconnect does nothing, and what is left is kvm_cuda_batch_destroy and
+ * kvm_client_close.
  * Fails:   UNSUPPORTED (built without CUDA; the server owns no device memory), DEVICE (no driver,
  *          no such device, the driver's failure), NO_MEMORY (host_bytes), INVALID. With a server
  *          also as kvm_connect, NOT_FOUND (it does not own this device), QUOTA, NO_SPACE
