@@ -6,7 +6,7 @@
 #   scripts/gpu_bundle.sh [BUILD_FOLDER]        default: build/gpu_check
 #
 # nvcc is the one of $CUDACXX, of the PATH, or of packages/python.txt in build/venv. Exit status 77
-# where there is none; 1 where the bundle would need more than libc, or is larger than 16 MiB.
+# where there is none; 1 where the bundle would need more than libc, or is larger than 24 MiB.
 # With KVM_GPU_ARCHITECTURES=A;B (as CMake has them) it is for those only, and lies in BUILD_FOLDER.
 # BUILD_FOLDER/compile.log holds what ptxas said of the shipped kernels.
 set -euo pipefail
@@ -19,7 +19,7 @@ if [[ -n "${KVM_GPU_ARCHITECTURES:-}" ]]; then
   bundle="$folder/gpu_bundle"
   architectures=(-DKVM_GPU_ARCHITECTURES="$KVM_GPU_ARCHITECTURES")
 fi
-max_bytes=$((16 << 20))
+max_bytes=$((24 << 20))
 
 fail() {
   printf 'gpu_bundle: %s\n' "$*" >&2

@@ -432,7 +432,7 @@ void time_its_death(Books* books, Child* server) {
   auto batch = must(Batch::create(books->driver, books->store.get(), space, options), "batch");
   const Stream stream;
   BatchItem item;
-  item.seq = books->store->create(space);
+  item.seq = must(books->store->create(space), "create");
   item.n_append = 1 << 18;
   must(batch->update({&item, 1}, stream.get()), "update");
   must(books->store->spill(item.seq.get(), 0, UINT64_MAX, stream.get()), "spill");
