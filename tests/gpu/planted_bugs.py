@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plants mistakes into the GPU kernels, one at a time, and counts how many the suite finds.
 
-Usage: planted_bugs.py --cxx g++ [--each-class] [--jobs N] [--require PERCENT] [--work FOLDER]
+Usage: planted_bugs.py --cxx g++ [--each-file] [--jobs N] [--require PERCENT] [--work FOLDER]
 
 Each mistake is a replacement in a copy of one source file; its text must occur exactly once, so a
 kernel that has moved on makes the command fail, not the mistake vanish. The suite is compiled with
@@ -476,7 +476,7 @@ def check_texts(bugs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cxx", default="g++", help="compiler; spaces separate arguments")
-    parser.add_argument("--each-class", action="store_true", help="plant one of each class only")
+    parser.add_argument("--each-file", action="store_true", help="plant one into each file only")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--require", type=float, default=90.0, help="percent to be found")
     parser.add_argument("--work", help="folder for what is built; default: a temporary one")
@@ -487,8 +487,8 @@ def main():
         print("\n".join(complaints))
         return 1
     bugs = BUGS
-    if arguments.each_class:  # of each the last, for the first ones are found in more ways
-        bugs = list({bug[0]: bug for bug in BUGS}.values())
+    if arguments.each_file:  # the first, which many configurations find: the suite ends soon
+        bugs = list({bug[1]: bug for bug in reversed(BUGS)}.values())
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
         builder = Builder(arguments.cxx.split(), work)
         builder.prepare()
