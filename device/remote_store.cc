@@ -146,9 +146,13 @@ Status RemoteStore::gone() const {
                 "kvmd, whose device memory this is, has closed the connection or has ended");
 }
 
-Status RemoteStore::break_off(const std::string& why) {
+void RemoteStore::hang_up() {
   is_down_.store(true, std::memory_order_relaxed);
   channel_.shut_down();
+}
+
+Status RemoteStore::break_off(const std::string& why) {
+  hang_up();
   return Status(KVM_ERR_PROTOCOL, why);
 }
 
@@ -175,9 +179,7 @@ template <class Put, class Take>
 Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Command>* commands,
                          bool first) {
   const std::lock_guard lock(call_mutex_);
-  if (is_down_.load(std::memory_order_relaxed)) {
-    return gone();
-  }
+  KVM_TRY(state());
   writer_.clear();
   // A question of another thread may come between a growth and its verdict, which is not its to
   // give: it says none, and the server must not take that for one.
@@ -196,10 +198,7 @@ Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Comma
     put(&writer_);
   }
   // Where there is no memory for an answer, the next call must not take it for its own.
-  Undo breaking_off([this] {
-    is_down_.store(true, std::memory_order_relaxed);
-    channel_.shut_down();
-  });
+  Undo hanging_up([this] { hang_up(); });
   Status status = channel_.send(static_cast<uint32_t>(FrameKind::kCall), writer_.bytes());
   KVM_KILL_POINT("device_client/sent");
   if (status.is_ok()) {
@@ -222,7 +221,7 @@ Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Comma
       })) {
     return Status(KVM_ERR_PROTOCOL, "kvmd has sent an answer that is none");
   }
-  breaking_off.dismiss();
+  hanging_up.dismiss();
   KVM_KILL_POINT("device_client/answered");
   if (commands != nullptr) {
     *commands = std::move(wanted);

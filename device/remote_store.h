@@ -106,6 +106,8 @@ class RemoteStore final : public SequenceStore {
   Status gone() const;
   // Nobody waits for kvmd any more.
   void let_go();
+  // Nothing is said to kvmd from here on.
+  void hang_up();
   // kvmd does not say what it should. Returns PROTOCOL with the reason.
   Status break_off(const std::string& why);
 
