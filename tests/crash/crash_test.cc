@@ -21,27 +21,9 @@
 namespace kvm::testing {
 namespace {
 
-// Far beyond what any of this takes, for machines with other work.
-constexpr uint64_t kPatienceNs = 60'000'000'000;
-
 constexpr int kLived = 0;
 constexpr int kDisconnected = 3;
 constexpr int kFailed = 4;
-
-// The end of a child within the patience; -1 when there is none, and then it is killed.
-int wait_for_end(pid_t child) {
-  const uint64_t deadline = now_ns() + kPatienceNs;
-  int status = 0;
-  while (::waitpid(child, &status, WNOHANG) == 0) {
-    if (now_ns() > deadline) {
-      ::kill(child, SIGKILL);
-      ::waitpid(child, nullptr, 0);
-      return -1;
-    }
-    ::usleep(200);
-  }
-  return status;
-}
 
 // A process that lives n_lives lives, or until the daemon is gone, and says how it went.
 pid_t start_client(const std::string& socket_path, uint64_t kill_at_store, uint32_t n_lives) {

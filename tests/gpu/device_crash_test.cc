@@ -23,12 +23,12 @@
 namespace kvm::device::testing {
 namespace {
 
-// Far beyond what any of this takes, for machines with other work.
-constexpr uint64_t kPatienceNs = 60'000'000'000;
 constexpr int kLived = 0, kDisconnected = 3, kFailed = 4;
 constexpr uint64_t kPoolBytes = 8 << 20, kHostBytes = 16 << 20;
 
 using kvm::testing::Daemon;
+using kvm::testing::kPatienceNs;
+using kvm::testing::wait_for_end;
 
 std::vector<std::string> daemon_arguments() {
   return {"--device-pool",   std::to_string(kPoolBytes),
@@ -155,21 +155,6 @@ pid_t start_client(const std::string& socket_path, std::string_view kill_point, 
     }
   }
   ::_exit(kLived);
-}
-
-// The end of a child within the patience; -1 when there is none, and then it is killed.
-int wait_for_end(pid_t child) {
-  const uint64_t deadline = now_ns() + kPatienceNs;
-  int status = 0;
-  while (::waitpid(child, &status, WNOHANG) == 0) {
-    if (now_ns() > deadline) {
-      ::kill(child, SIGKILL);
-      ::waitpid(child, nullptr, 0);
-      return -1;
-    }
-    ::usleep(200);
-  }
-  return status;
 }
 
 uint64_t figure_of(const std::string& text, const std::string& name) {

@@ -16,9 +16,25 @@
 #include <iterator>
 #include <limits>
 
+#include "base/clock.h"
+
 namespace kvm::testing {
 
 bool is_embedded() { return KVM_TEST_EMBEDDED != 0; }
+
+int wait_for_end(pid_t child) {
+  const uint64_t deadline = now_ns() + kPatienceNs;
+  int status = 0;
+  while (::waitpid(child, &status, WNOHANG) == 0) {
+    if (now_ns() > deadline) {
+      ::kill(child, SIGKILL);
+      ::waitpid(child, nullptr, 0);
+      return -1;
+    }
+    ::usleep(200);
+  }
+  return status;
+}
 
 Daemon::Daemon(std::vector<std::string> arguments, std::string program)
     : arguments_(std::move(arguments)), program_(std::move(program)) {

@@ -22,6 +22,12 @@ namespace kvm::testing {
 // The test binary is linked with libkvm_embedded (true) or libkvm (false).
 bool is_embedded();
 
+// Far beyond what tests of processes take, for machines with other work.
+inline constexpr uint64_t kPatienceNs = 60'000'000'000;
+// The end of a child within the patience, as waitpid has it; -1 when there is none, and then it is
+// killed.
+int wait_for_end(pid_t child);
+
 // A kvmd in a child process.
 class Daemon {
  public:
