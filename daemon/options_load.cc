@@ -131,27 +131,23 @@ std::vector<std::string> names_of(std::string (*name_of)(const OptionRow&)) {
 
 std::string key_of(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
-// Suggests what an unknown key of the file may have meant. It may be right and stand in the wrong
-// section: what is added at the end of a file belongs to the last one.
+// Suggests what an unknown key of the file may have meant. It may be right, or nearly, and stand in
+// the wrong section: what is added at the end of a file belongs to the last one.
 std::string file_hint(const std::string& name) {
   const auto names = names_of([](const OptionRow& row) { return row.name; });
   const auto keys = names_of([](const OptionRow& row) { return key_of(row.name); });
-  auto key = std::find(keys.begin(), keys.end(), key_of(name));
-  std::string meant = hint(name, names);
-  if (key == keys.end() && !meant.empty()) {
-    return meant;
+  const std::string as_it_stands = nearest_name(name, names);
+  const std::string key = nearest_name(key_of(name), keys);
+  if (key.empty() || (!as_it_stands.empty() &&
+                      edit_distance(name, as_it_stands) <= edit_distance(key_of(name), key))) {
+    return hint(name, names);
   }
-  if (key == keys.end()) {
-    key = std::find(keys.begin(), keys.end(), nearest_name(key_of(name), keys));
-  }
-  if (key == keys.end()) {
-    return {};
-  }
-  const std::string& whole = names[static_cast<size_t>(key - keys.begin())];
-  return whole == *key
-             ? fmt::format("; did you mean '{}', which stands above the first section?", whole)
-             : fmt::format("; did you mean '{}' below [{}]?", *key,
-                           whole.substr(0, whole.size() - key->size() - 1));
+  const auto found = std::find(keys.begin(), keys.end(), key);
+  const std::string& whole = names[static_cast<size_t>(found - keys.begin())];
+  return whole == key
+             ? fmt::format("; did you mean '{}', which stands above the first section?", key)
+             : fmt::format("; did you mean '{}' below [{}]?", key,
+                           whole.substr(0, whole.size() - key.size() - 1));
 }
 
 // The value of a key as text; nothing for tables, arrays and dates.

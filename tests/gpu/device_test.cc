@@ -1417,10 +1417,9 @@ TEST(DeviceTest, MovesAreEnqueuedApartAFewAtATime) {
 }
 
 // What the driver refuses when nobody listens is said later, once, and nothing is lost.
-TEST(DeviceTest, MovesThatFailAreTakenBackAndSaid) {
-  if (has_server()) {
-    GTEST_SKIP() << "the driver that fails is another process's";
-  }
+// Own: a server's moves are driven by another process.
+TEST(OwnDeviceTest, MovesThatFailAreTakenBackAndSaid) {
+  ASSERT_FALSE(has_server());
   FakeOptions options;
   options.emulate = false;
   options.moves_in_a_thread = false;
@@ -1836,17 +1835,14 @@ void survive_all(bool in_a_thread) {
 
 TEST(DeviceFaultTest, EveryFailureIsSurvived) { survive_all(true); }
 
-TEST(DeviceFaultTest, EveryFailureIsSurvivedWhereCopiesWaitForWhoNeedsThem) {
-  if (has_server()) {
-    GTEST_SKIP() << "a server's copies have their thread";
-  }
+// A server's copies have their thread.
+TEST(OwnDeviceFaultTest, EveryFailureIsSurvivedWhereCopiesWaitForWhoNeedsThem) {
+  ASSERT_FALSE(has_server());
   survive_all(false);
 }
 
-TEST(DeviceFaultTest, EveryFailureOfTheServersDeviceIsSurvived) {
-  if (!has_server()) {
-    GTEST_SKIP() << "the memory is this process's";
-  }
+TEST(ServedDeviceFaultTest, EveryFailureOfTheServersDeviceIsSurvived) {
+  ASSERT_TRUE(has_server());
   for (const char* const operation : {"map", "event", "record", "wait", "copy", "word", "query"}) {
     for (uint32_t nth = 1; nth <= 4; ++nth) {
       const std::string fails = std::string(operation) + "=" + std::to_string(nth);

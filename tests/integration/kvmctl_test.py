@@ -417,6 +417,9 @@ class Config(unittest.TestCase):
                                ("a = 1\n\nthreds = 1\n", f"unknown option 'a' in {self.file}:1"),
                                ("[metrics]\nlisten = 'all'\n", "must be off, unix:/PATH"),
                                ("[metrics]\nlissen = 'off'\n", "did you mean 'metrics.listen'?"),
+                               ("[device]\nthreds = 1\n", "did you mean 'threads', which stands"),
+                               ("[device]\npol = 1\n", "did you mean 'device.pool'?"),
+                               ("[metrics]\nquoota = 1\n", "did you mean 'quota' below [device]"),
                                ("cost_model = 'quick'\n", "cost_model has the part 'quick'"),
                                ("host_capacity = '1GiB'\ndefault_quota = '2GiB'\n", "more than"),
                                ("x = = 1\n", f"{self.file}:1 is not TOML")):
