@@ -5,9 +5,9 @@ Usage: planted_bugs.py --cxx g++ [--each-file] [--jobs N] [--require PERCENT] [-
 
 Each mistake is a replacement in a copy of one source file; its text must occur exactly once, so a
 kernel that has moved on makes the command fail, not the mistake vanish. The suite is compiled with
-the copy and run: it must fail. First it is compiled and run without any, and must pass. Prints a
-line for each mistake; exits 1 when fewer than REQUIRE percent are found. Python standard library
-only.
+the copy and run, part by part, until one fails: one must. First it is run without any, and must
+pass (with --each-file that is left to gpu_emulator_suite). Prints a line for each mistake; exits 1
+when fewer than REQUIRE percent are found. Python standard library only.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CUDA = "attention/cuda/"
@@ -409,19 +410,33 @@ if platform.machine() == "x86_64":
     OTHERS.append("codecs/low_bits_avx2.cc")
 TIMEOUT_S = 120
 
+# The suite's parts (KVM_SUITE_PARTS), those first that find a mistake of a kind or in a file.
+WIDE, NARROW, PREFILLS, MLAS, NO_ATTENTION = PARTS = (1, 2, 4, 8, 16)
+FIRST_FOR_KIND = {"steps": NARROW, "scales": NARROW}
+FIRST_FOR_FILE = {CODES: NARROW, ROWS: NARROW, LOGITS: PREFILLS, PREFILL: PREFILLS, MLA: MLAS,
+                  APPEND: NO_ATTENTION, TABLE: NO_ATTENTION, MERGE: NO_ATTENTION}
+
+
+def parts_for(bug):
+    kind, path, _, _ = bug
+    first = FIRST_FOR_FILE.get(path, FIRST_FOR_KIND.get(kind, WIDE))
+    return sorted(PARTS, key=lambda part: (part != first, part))
+
 
 class Builder:
     def __init__(self, cxx, work):
         self.cxx = cxx
         self.work = work
         self.flags = ["-std=c++20", "-w"]
+        self.lock = threading.Lock()
+        self.clean_parts = {}
 
-    def compile(self, source, to, overlay=None):
+    def compile(self, source, to, overlay=None, part=None):
         include = ([f"-I{overlay}"] if overlay else []) + [f"-I{ROOT}", f"-I{ROOT}/include"]
         # To optimise the suite, which is compiled for each mistake, takes longer than that saves.
-        level = "-O0" if source.endswith(SUITE) else "-O1"
+        options = [f"-DKVM_SUITE_PARTS={part}", "-O0"] if part else ["-O1"]
         isa = ["-mavx2"] if source.endswith("_avx2.cc") else []
-        subprocess.run([*self.cxx, *self.flags, *isa, level, *include, "-c", source, "-o", to],
+        subprocess.run([*self.cxx, *self.flags, *isa, *options, *include, "-c", source, "-o", to],
                        check=True)
         return to
 
@@ -431,23 +446,16 @@ class Builder:
                                os.path.join(self.work, path.replace("/", "_") + ".o"))
             for path in OTHERS}
 
-    def run_suite(self, name, bug=None):
-        """The suite's exit status and last words, with `bug` planted."""
-        folder = os.path.join(self.work, name)
-        os.makedirs(folder)
-        objects = dict(self.objects)
-        suite_source = os.path.join(ROOT, SUITE)
-        if bug:
-            _, path, before, after = bug
-            copy = os.path.join(folder, path)
-            os.makedirs(os.path.dirname(copy))
-            with open(os.path.join(ROOT, path), encoding="utf-8") as file:
-                text = file.read()
-            with open(copy, "w", encoding="utf-8") as file:
-                file.write(text.replace(before, after))
-            if path in objects:
-                objects[path] = self.compile(copy, os.path.join(folder, "planted.o"))
-        suite = self.compile(suite_source, os.path.join(folder, "suite.o"), overlay=folder)
+    def clean_part(self, part):
+        """The object of a part without mistakes."""
+        with self.lock:
+            if part not in self.clean_parts:
+                self.clean_parts[part] = self.compile(
+                    os.path.join(ROOT, SUITE), os.path.join(self.work, f"part{part}.o"), part=part)
+            return self.clean_parts[part]
+
+    def run_part(self, folder, suite, objects):
+        """The exit status of a program of these objects, and what it says."""
         program = os.path.join(folder, "suite")
         subprocess.run([*self.cxx, suite, *objects.values(), "-o", program], check=True)
         try:
@@ -455,11 +463,40 @@ class Builder:
                                     errors="replace", timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return -1, f"no end after {TIMEOUT_S} s"
-        words = [line for line in result.stdout.splitlines() if line.strip()]
-        if not bug:
-            return result.returncode, result.stdout + result.stderr
+        return result.returncode, result.stdout + result.stderr
+
+    def run_clean(self):
+        """Whether the suite passes without a mistake; says what fails."""
+        for part in PARTS:
+            status, said = self.run_part(self.work, self.clean_part(part), self.objects)
+            if status != 0:
+                print(said)
+                return False
+        return True
+
+    def finds(self, name, bug):
+        """Whether a part fails with `bug` planted, and its last words."""
+        folder = os.path.join(self.work, name)
+        objects = dict(self.objects)
+        _, path, before, after = bug
+        copy = os.path.join(folder, path)
+        os.makedirs(os.path.dirname(copy))
+        with open(os.path.join(ROOT, path), encoding="utf-8") as file:
+            text = file.read()
+        with open(copy, "w", encoding="utf-8") as file:
+            file.write(text.replace(before, after))
+        if path in objects:
+            objects[path] = self.compile(copy, os.path.join(folder, "planted.o"))
+        found, words = False, ""
+        for part in parts_for(bug):
+            suite = self.clean_part(part) if path in objects else self.compile(
+                os.path.join(ROOT, SUITE), os.path.join(folder, "suite.o"), folder, part)
+            status, said = self.run_part(folder, suite, objects)
+            found, words = status != 0, ([*filter(str.strip, said.splitlines())] or [status])[-1]
+            if found:
+                break
         shutil.rmtree(folder)
-        return result.returncode, words[-1] if words else f"status {result.returncode}"
+        return found, words
 
 
 def check_texts(bugs):
@@ -492,21 +529,19 @@ def main():
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
         builder = Builder(arguments.cxx.split(), work)
         builder.prepare()
-        status, output = builder.run_suite("clean")
-        if status != 0:
-            print(output)
+        if not arguments.each_file and not builder.run_clean():
             print("the suite fails without any bug")
             return 1
         with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-            results = list(pool.map(lambda pair: builder.run_suite(f"bug{pair[0]}", pair[1]),
+            results = list(pool.map(lambda pair: builder.finds(f"bug{pair[0]}", pair[1]),
                                     enumerate(bugs)))
-    found = 0
-    for (kind, path, before, _), (status, words) in zip(bugs, results):
-        found += status != 0
-        print(f"{'found ' if status != 0 else 'MISSED'}  {kind:14} {os.path.basename(path):16} "
+    n_found = 0
+    for (kind, path, before, _), (found, words) in zip(bugs, results):
+        n_found += found
+        print(f"{'found ' if found else 'MISSED'}  {kind:14} {os.path.basename(path):16} "
               f"{before.strip().splitlines()[0][:60]:60}  {words}")
-    percent = 100.0 * found / len(bugs)
-    print(f"{found} of {len(bugs)} planted bugs found ({percent:.0f} %)")
+    percent = 100.0 * n_found / len(bugs)
+    print(f"{n_found} of {len(bugs)} planted bugs found ({percent:.0f} %)")
     return 0 if percent >= arguments.require else 1
 
 
