@@ -299,6 +299,23 @@ Status DeviceStore::pages_of_list(const Growth& growth, uint32_t list, Stream st
   return Status::ok();
 }
 
+Status DeviceStore::extend(DeviceSequence* seq, uint64_t n_tokens) {
+  KVM_TRY(settle_for_use(seq));
+  if (n_tokens < seq->n_tokens || n_tokens > round_up(seq->n_tokens, kPageTokens)) {
+    return Status(KVM_ERR_INVALID, "the sequence has " + number(seq->n_tokens) +
+                                       " tokens; its last pages have no room for " +
+                                       number(n_tokens));
+  }
+  for (const DevicePageList& list : seq->lists) {
+    if (!list.pages.empty() && pool_->n_refs(list.pages.back()) > 1) {
+      return Status(KVM_ERR_INVALID, "the sequence shares its last page");
+    }
+  }
+  seq->n_tokens = n_tokens;
+  mark_changed(seq);
+  return Status::ok();
+}
+
 void DeviceStore::finish_growth() {
   for (const Grown& grown : grown_) {
     grown.growth.drop_unseen(grown.n_before,

@@ -109,6 +109,9 @@ class DeviceStore final : public SequenceStore {
   // Waits until the sequence can be used, but for copies that a stream can wait for.
   // Fails: BUSY (on the host); why a move was taken back, once.
   Status settle_for_use(DeviceSequence* seq);
+  // Lengthens a sequence by tokens that its last pages have room for, and that nobody shares.
+  // Fails: INVALID (they have not, or somebody does); as settle_for_use.
+  Status extend(DeviceSequence* seq, uint64_t n_tokens);
   // Whether the last move of the sequence is not enqueued yet.
   bool is_moving(const DeviceSequence& seq, bool also_spills) const;
   // (list, block) and the page it has now: those of the last begin_growth, or the undoing of none.

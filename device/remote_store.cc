@@ -46,8 +46,14 @@ struct RemoteSequence final : DeviceSequence {
   using DeviceSequence::DeviceSequence;
   RemoteSequence(const RemoteSequence&) = default;
 
-  uint64_t id = 0;     // 0: it was cleared
-  bool moved = false;  // since its lists were read
+  uint64_t id = 0;      // 0: it was cleared
+  bool moved = false;   // since its lists were read
+  bool awaited = true;  // the stream waits for what moves have brought since
+  // Tokens that kvmd knows of; they take as many pages as n_tokens do.
+  uint64_t n_told = 0;
+  // Blocks from here on are no other sequence's, in no list. (Some of those before may not be,
+  // either: kvmd knows.)
+  uint64_t own_from = 0;
 };
 
 namespace {
@@ -172,6 +178,13 @@ void RemoteStore::note(const Note& note) {
   }
   if (many) {
     (void)call({}, kNothing, kNoAnswer, nullptr);
+  }
+}
+
+void RemoteStore::note_tokens(RemoteSequence* seq) {
+  if (seq->n_told != seq->n_tokens) {
+    note({NoteKind::kExtend, 0, seq->id, 0, seq->n_tokens});
+    seq->n_told = seq->n_tokens;
   }
 }
 
@@ -403,6 +416,7 @@ Status RemoteStore::settle(RemoteSequence* seq) {
     seq->lists[i].pages = std::move(lists[i]);
   }
   seq->moved = false;
+  seq->awaited = false;
   seq->changed_from = 0;
   return Status::ok();
 }
@@ -423,7 +437,12 @@ Result<SequencePtr> RemoteStore::fork(DeviceSequence& parent, uint64_t n_tokens)
   child->noted_by = nullptr;
   child->cut(n_tokens, [](PageRef) {});
   child->id = ++last_sequence_;
+  // Also where the child has fewer: they are in a page that it may share.
+  note_tokens(remote(&parent));
   note({NoteKind::kFork, 0, child->id, remote(parent).id, n_tokens});
+  child->n_told = n_tokens;
+  child->own_from = div_up(n_tokens, kPageTokens);
+  remote(&parent)->own_from = std::max(remote(parent).own_from, child->own_from);
   n_entries_ += n_new;
   return SequencePtr(std::move(child));
 }
@@ -437,7 +456,10 @@ Status RemoteStore::truncate(DeviceSequence* seq, uint64_t n_tokens) {
   n_entries_ -= n_entries_of(*seq);
   seq->cut(n_tokens, [](PageRef) {});
   n_entries_ += n_entries_of(*seq);
-  note({NoteKind::kTruncate, 0, remote(seq)->id, 0, n_tokens});
+  if (n_tokens < remote(seq)->n_told) {
+    note({NoteKind::kTruncate, 0, remote(seq)->id, 0, n_tokens});
+    remote(seq)->n_told = n_tokens;
+  }
   mark_changed(seq);
   return Status::ok();
 }
@@ -452,7 +474,23 @@ void RemoteStore::clear(DeviceSequence* seq) {
 
 // --- Growth -------------------------------------------------------------------------------------
 
+bool RemoteStore::follows_from_books(const Growth& growth) const {
+  const RemoteSequence& seq = remote(*growth.seq);
+  const uint64_t n = seq.n_tokens;
+  if (!seq.awaited || !growth.stays_in_its_pages(n) ||
+      (growth.n_append != 0 && n / kPageTokens < seq.own_from)) {
+    return false;
+  }
+  for (uint32_t list = 0; list < seq.lists.size(); ++list) {
+    if (growth.unseen_before(list, n, n + growth.n_append) > seq.lists[list].kept_from) {
+      return false;
+    }
+  }
+  return true;
+}
+
 Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream) {
+  KVM_TRY(state());
   for (const Growth& growth : growths) {
     KVM_TRY(settle(remote(growth.seq)));
   }
@@ -461,8 +499,14 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
   }
   KVM_TRY(pay(stream));
   // Memory first: what kvmd has done cannot fail here.
+  asked_.clear();
   uint64_t n_at_most = 0;
   for (const Growth& growth : growths) {
+    if (follows_from_books(growth)) {
+      continue;
+    }
+    asked_.push_back(growth);
+    note_tokens(remote(growth.seq));
     const uint64_t n_blocks = div_up(growth.seq->n_tokens + growth.n_append, kPageTokens);
     for (DevicePageList& list : growth.seq->lists) {
       n_at_most += n_blocks - list.pages.size() + 1;
@@ -471,40 +515,39 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
   }
   reserve_growing(changes_, n_at_most);
   reserve_growing(grown_, growths.size());
-  Call what;
-  what.kind = CallKind::kGrow;
   std::vector<wire::Change> changes;
   std::vector<Command> commands;
-  const Status grown = call(
-      what,
-      [&](ipc::FrameWriter* writer) {
-        std::vector<wire::Grow> items;
-        for (const Growth& growth : growths) {
-          items.push_back({remote(growth.seq)->id, growth.n_append, growth.n_query});
-        }
-        writer->put_all(std::span<const wire::Grow>(items));
-      },
-      [&](ipc::FrameReader* reader) { changes = reader->get_all<wire::Change>(n_at_most); },
-      &commands);
-  if (!grown.is_ok()) {
-    // What kvmd had the stream wait for before it was refused something, it counts as waited for.
-    owe(commands);
-    return grown;
+  if (!asked_.empty()) {
+    const Status grown = ask_for_growth(n_at_most, &changes, &commands);
+    if (!grown.is_ok()) {
+      // What kvmd had the stream wait for before it was refused something, it counts as waited for.
+      owe(commands);
+      return grown;
+    }
   }
   for (const Growth& growth : growths) {
-    grown_.push_back({growth, growth.seq->n_tokens});
-    n_entries_ -= n_entries_of(*growth.seq);
-    growth.seq->n_tokens += growth.n_append;
-    n_entries_ += n_entries_of(*growth.seq);
+    RemoteSequence* const seq = remote(growth.seq);
+    grown_.push_back({growth, seq->n_tokens, seq->own_from});
+    n_entries_ -= n_entries_of(*seq);
+    seq->n_tokens += growth.n_append;
+    n_entries_ += n_entries_of(*seq);
+  }
+  for (const Growth& growth : asked_) {
+    RemoteSequence* const seq = remote(growth.seq);
+    if (growth.n_append != 0) {
+      // What it shared of its last page is copied, what comes behind is new.
+      seq->own_from = std::min(seq->own_from, seq->n_told / kPageTokens);
+    }
+    seq->n_told = seq->n_tokens;
+    seq->awaited = true;
   }
   for (const wire::Change& change : changes) {
-    if (change.growth >= growths.size() ||
-        change.list >= growths[change.growth].seq->lists.size() ||
-        change.block > growths[change.growth].seq->lists[change.list].pages.size()) {
+    if (change.growth >= asked_.size() || change.list >= asked_[change.growth].seq->lists.size() ||
+        change.block > asked_[change.growth].seq->lists[change.list].pages.size()) {
       undo_growth();
       return break_off("kvmd has sent pages for no place of a sequence");
     }
-    DeviceSequence* const seq = growths[change.growth].seq;
+    DeviceSequence* const seq = asked_[change.growth].seq;
     std::vector<PageRef>& pages = seq->lists[change.list].pages;
     seq->changed_from = std::min<uint64_t>(seq->changed_from, change.block);
     if (change.block < pages.size()) {
@@ -522,14 +565,37 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
   return enqueued;
 }
 
+Status RemoteStore::ask_for_growth(uint64_t n_at_most, std::vector<wire::Change>* changes,
+                                   std::vector<Command>* commands) {
+  Call what;
+  what.kind = CallKind::kGrow;
+  return call(
+      what,
+      [&](ipc::FrameWriter* writer) {
+        std::vector<wire::Grow> items;
+        for (const Growth& growth : asked_) {
+          items.push_back({remote(growth.seq)->id, growth.n_append, growth.n_query});
+        }
+        writer->put_all(std::span<const wire::Grow>(items));
+      },
+      [&](ipc::FrameReader* reader) { *changes = reader->get_all<wire::Change>(n_at_most); },
+      commands);
+}
+
+void RemoteStore::end_growth(Verdict verdict) {
+  // Of one that kvmd has not heard of there is nothing to say.
+  verdict_ = asked_.empty() ? verdict_ : verdict;
+  asked_.clear();
+  changes_.clear();
+  grown_.clear();
+}
+
 void RemoteStore::finish_growth() {
   for (const Grown& grown : grown_) {
     grown.growth.drop_unseen(grown.n_before, [](PageRef) {});
     mark_changed(grown.growth.seq);
   }
-  changes_.clear();
-  grown_.clear();
-  verdict_ = Verdict::kFinish;
+  end_growth(Verdict::kFinish);
 }
 
 void RemoteStore::undo_growth() {
@@ -542,13 +608,14 @@ void RemoteStore::undo_growth() {
     }
   }
   for (const Grown& grown : grown_) {
-    n_entries_ -= n_entries_of(*grown.growth.seq);
-    grown.growth.seq->n_tokens = grown.n_before;
-    n_entries_ += n_entries_of(*grown.growth.seq);
+    RemoteSequence* const seq = remote(grown.growth.seq);
+    n_entries_ -= n_entries_of(*seq);
+    seq->n_tokens = grown.n_before;
+    seq->n_told = std::min(seq->n_told, grown.n_before);
+    seq->own_from = grown.own_from;
+    n_entries_ += n_entries_of(*seq);
   }
-  changes_.clear();
-  grown_.clear();
-  verdict_ = Verdict::kUndo;
+  end_growth(Verdict::kUndo);
 }
 
 // --- Between device and host --------------------------------------------------------------------
@@ -564,6 +631,7 @@ Status RemoteStore::move(CallKind kind, DeviceSequence* seq, uint64_t begin, uin
   auto* const words = reinterpret_cast<wire::Words*>(words_.data());
   KVM_TRY(driver_->write_word(&words->client.value, ++last_marker_, stream));
   KVM_KILL_POINT("device_client/marked");
+  note_tokens(remote(seq));
   Call what;
   what.kind = kind;
   what.id = remote(seq)->id;

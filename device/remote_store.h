@@ -3,8 +3,9 @@
 // this process maps the memory and launches kernels on it.
 //
 // It has a copy of what the books say of lengths and pages. Cuts and forks follow from that, so
-// they are done here and only noted; a step asks for the pages that are new to it, once. What moves
-// have done to a sequence it asks when the sequence is used again.
+// they are done here and only noted. A step asks once, for the pages that are new to it; a sequence
+// whose new tokens have room in pages that it has is not named in it, and a step of such sequences
+// says nothing. What moves have done to a sequence it asks when the sequence is used again.
 //
 // When kvmd ends, whatever a stream waits for of it is let go at once, and calls answer
 // DISCONNECTED; what was enqueued runs over memory that is still there, with contents that copies
@@ -97,6 +98,7 @@ class RemoteStore final : public SequenceStore {
   struct Grown {
     Growth growth;
     uint64_t n_before = 0;
+    uint64_t own_from = 0;  // before it
   };
 
   RemoteStore(std::unique_ptr<Driver> driver, ipc::Fd channel, ipc::Mapping words,
@@ -112,6 +114,11 @@ class RemoteStore final : public SequenceStore {
   Status break_off(const std::string& why);
 
   void note(const wire::Note& note);
+  // kvmd knows then of all tokens of the sequence.
+  void note_tokens(RemoteSequence* seq);
+  // Whether kvmd need not be asked for a growth: the stream waits for nothing, and neither pages
+  // come nor go.
+  bool follows_from_books(const Growth& growth) const;
   // Fails: LIMIT.
   Status check_entries(uint64_t n_new) const;
   // A call and its answer: `put` writes what goes behind the Call, `take` reads the answer, which
@@ -126,6 +133,10 @@ class RemoteStore final : public SequenceStore {
   Status enqueue(std::span<const wire::Command> commands, Stream stream);
   void owe(std::span<const wire::Command> commands);
   Status pay(Stream stream);
+  // Asks for asked_. On failure, too, the commands count as waited for.
+  Status ask_for_growth(uint64_t n_at_most, std::vector<wire::Change>* changes,
+                        std::vector<wire::Command>* commands);
+  void end_growth(wire::Verdict verdict);
   // Learns what moves have done to a sequence. Fails: BUSY; why a move was taken back.
   Status settle(RemoteSequence* seq);
   Status move(wire::CallKind kind, DeviceSequence* seq, uint64_t begin, uint64_t end,
@@ -145,6 +156,7 @@ class RemoteStore final : public SequenceStore {
   std::unordered_map<uint32_t, KnownSlab> slabs_;
   std::vector<Change> changes_;
   std::vector<Grown> grown_;
+  std::vector<Growth> asked_;  // those of grown_ that kvmd was asked for
   wire::Verdict verdict_ = wire::Verdict::kNone;
   // What the client's stream still has to wait for of each of kvmd's words, before anything else.
   std::array<uint64_t, wire::kServerWords> owed_{};

@@ -104,4 +104,14 @@ Status Growth::check() const {
   return n_query == 0 ? Status::ok() : seq->check_visible(n_after - n_query, n_after);
 }
 
+uint64_t Growth::unseen_before(uint32_t list, uint64_t n_before, uint64_t n_after) const {
+  const ListLayout& of = seq->space->lists[list];
+  const uint64_t behind = std::max<uint64_t>({n_query, of.slack + 1, 1});
+  const uint64_t first_query = n_after > behind ? n_after - behind : 0;
+  if (of.n_recent == 0 || first_query + 1 <= of.n_recent) {
+    return 0;
+  }
+  return std::min(first_query + 1 - of.n_recent, n_before) / kPageTokens * kPageTokens;
+}
+
 }  // namespace kvm::device

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "base/limits.h"
+#include "base/round.h"
 #include "base/status.h"
 #include "device/driver.h"
 #include "device/event_pool.h"
@@ -133,9 +134,16 @@ struct Growth {
 
   // Fails: INVALID, PARTIAL.
   Status check() const;
+  // Whether the tokens have room in the last pages of a sequence that has n_before.
+  bool stays_in_its_pages(uint64_t n_before) const {
+    return n_before + n_append <= round_up(n_before, kPageTokens);
+  }
+  // Positions of a list before it are seen by no query from this one on, when the sequence has
+  // grown from n_before tokens to n_after; a multiple of 64. Pages that are begun in it stay until
+  // the next growth: the rows of its tokens are not enqueued yet.
+  uint64_t unseen_before(uint32_t list, uint64_t n_before, uint64_t n_after) const;
   // Once it has been done to a sequence that had n_before tokens: drops what no later query sees.
-  // Pages that were begun in it stay until the next one: the rows of its tokens are not enqueued
-  // yet. Calls let_go(page) for what goes.
+  // Calls let_go(page) for what goes.
   template <class LetGo>
   void drop_unseen(uint64_t n_before, LetGo let_go) const;
 };
@@ -259,24 +267,16 @@ void DeviceSequence::cut(uint64_t n_left, LetGo let_go) {
 
 template <class LetGo>
 void Growth::drop_unseen(uint64_t n_before, LetGo let_go) const {
-  const uint64_t n = seq->n_tokens;
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
-    const ListLayout& of = seq->space->lists[list];
-    const uint64_t behind = std::max<uint64_t>({n_query, of.slack + 1, 1});
-    const uint64_t first_query = n > behind ? n - behind : 0;
-    if (of.n_recent == 0 || first_query + 1 <= of.n_recent) {
-      continue;
-    }
-    const uint64_t end =
-        std::min((first_query + 1 - of.n_recent) / kPageTokens, n_before / kPageTokens);
+    const uint64_t end = unseen_before(list, n_before, seq->n_tokens);
     DevicePageList& lies = seq->lists[list];
-    for (uint64_t block = lies.kept_from / kPageTokens; block < end; ++block) {
+    for (uint64_t block = lies.kept_from / kPageTokens; block < end / kPageTokens; ++block) {
       const tiers::PageRef page = std::exchange(lies.pages[block], tiers::kNoPage);
       if (page != tiers::kNoPage) {
         let_go(page);
       }
     }
-    lies.kept_from = std::max(lies.kept_from, end * kPageTokens);
+    lies.kept_from = std::max(lies.kept_from, end);
   }
 }
 

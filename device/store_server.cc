@@ -215,6 +215,12 @@ Status StoreServer::note(const Note& note) {
     n_entries_ -= n_before - n_entries_of(*seq, seq->n_tokens);
     return Status::ok();
   }
+  if (note.kind == NoteKind::kExtend) {
+    if (const Status status = store_->extend(seq, note.n_tokens); !status.is_ok()) {
+      return broken("tokens that it should have asked for: " + std::string(status.message()));
+    }
+    return Status::ok();
+  }
   if (note.kind == NoteKind::kClear) {
     store_->clear(seq);
     n_entries_ -= n_before;

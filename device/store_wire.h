@@ -13,8 +13,9 @@
 //                                              enqueue on its stream before it goes on
 //
 // Notes are changes that cannot be refused, because both sides know the books that they are made
-// in; they wait for the next call. Both sides are of one version: the control socket compares
-// kStoreVersion.
+// in; they wait for the next call. The server may know of fewer tokens of a sequence than it has,
+// as long as it knows its pages; before a note or a call in which the others count, the client
+// notes them (kExtend). Both sides are of one version: the control socket compares kStoreVersion.
 //
 // Threads: values.
 #ifndef KVM_DEVICE_STORE_WIRE_H_
@@ -30,7 +31,7 @@
 
 namespace kvm::device::wire {
 
-inline constexpr uint32_t kStoreVersion = 1;
+inline constexpr uint32_t kStoreVersion = 2;
 
 // LIMITS, of one client.
 inline constexpr uint64_t kMaxSpaces = 64;
@@ -76,7 +77,7 @@ static_assert(sizeof(Words) == 2 * kPartBytes);
 
 enum class Verdict : uint32_t { kNone, kFinish, kUndo };  // of the last growth
 
-enum class NoteKind : uint32_t { kCreate, kFork, kTruncate, kClear, kDropSpace };
+enum class NoteKind : uint32_t { kCreate, kFork, kExtend, kTruncate, kClear, kDropSpace };
 
 // Clients number their spaces and sequences, from 1 on.
 struct Note {
@@ -84,7 +85,7 @@ struct Note {
   uint32_t reserved = 0;
   uint64_t id = 0;        // of the sequence, or of the space that is dropped
   uint64_t of = 0;        // kCreate: the space; kFork: the parent
-  uint64_t n_tokens = 0;  // kFork, kTruncate: what is left
+  uint64_t n_tokens = 0;  // kFork, kTruncate: what is left; kExtend: what it has
 };
 
 enum class CallKind : uint32_t {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -56,6 +57,17 @@ class RemoteStoreTest : public ::testing::Test {
   // What kvmd answers to a call: puts status, answer and commands.
   using Answer = std::function<void(const Call&, ipc::FrameWriter*)>;
 
+  struct Heard {
+    Call call;
+    Verdict verdict = Verdict::kNone;
+    std::vector<Note> notes;
+  };
+  // What kvmd was told since this was asked last.
+  std::vector<Heard> heard() {
+    const std::lock_guard lock(heard_mutex_);
+    return std::exchange(heard_, {});
+  }
+
   void open(Answer answer, const FakeOptions& options = {}) {
     auto ends = ipc::FrameChannel::make_pair().value();
     auto words =
@@ -102,9 +114,13 @@ class RemoteStoreTest : public ::testing::Test {
     ipc::Frame frame;
     while (channel_->receive(UINT64_MAX, &frame).is_ok()) {
       ipc::FrameReader reader(frame.bytes);
-      (void)reader.get<Verdict>();
-      (void)reader.get_all<Note>(wire::kMaxNotes);
+      const auto verdict = reader.get<Verdict>();
+      const std::vector<Note> notes = reader.get_all<Note>(wire::kMaxNotes);
       const auto call = reader.get<Call>();
+      {
+        const std::lock_guard lock(heard_mutex_);
+        heard_.push_back({call, verdict, notes});
+      }
       writer.clear();
       if (call.kind == CallKind::kPrepare) {
         (void)reader.get<wire::Layout>();
@@ -119,6 +135,8 @@ class RemoteStoreTest : public ::testing::Test {
     }
   }
 
+  std::mutex heard_mutex_;
+  std::vector<Heard> heard_;
   std::unique_ptr<ipc::FrameChannel> channel_;
   ipc::Mapping words_mapping_;
   std::thread kvmd_;
@@ -187,6 +205,147 @@ TEST_F(RemoteStoreTest, SaysWhenKvmdHasEnded) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   EXPECT_EQ(store_->state().code(), KVM_ERR_DISCONNECTED);
+}
+
+// Answers growths with what the test has prepared.
+class Granting {
+ public:
+  void operator()(const Call& call, ipc::FrameWriter* writer) {
+    put_status(KVM_OK, writer);
+    if (call.kind == CallKind::kGrow) {
+      writer->put_all(std::span<const wire::Change>(changes));
+    } else if (call.kind == CallKind::kFigures) {
+      writer->put(SequenceStore::Figures());
+    }
+    writer->put_all(std::span<const Command>());
+  }
+  std::vector<wire::Change> changes;
+};
+
+// A step of sequences whose pages have room says nothing, and what kvmd has to know of it comes
+// with what it is told next.
+TEST_F(RemoteStoreTest, AsksOnlyForWhatDoesNotFollowFromTheBooks) {
+  auto granting = std::make_shared<Granting>();
+  open([granting](const Call& call, ipc::FrameWriter* writer) { (*granting)(call, writer); });
+  const auto space = store_->prepare(layout_of(1)).value();
+  const SequencePtr a = store_->create(space).value(), b = store_->create(space).value();
+  const auto step = [&](uint32_t n_a, uint32_t n_b) {
+    const Growth growths[] = {{a.get(), n_a, 1}, {b.get(), n_b, 1}};
+    ASSERT_TRUE(store_->begin_growth(growths, nullptr).is_ok());
+    store_->finish_growth();
+  };
+  granting->changes = {{0, 0, 0, 5}, {1, 0, 0, 6}};
+  step(10, 60);
+  (void)heard();
+  for (uint32_t i = 0; i < 4; ++i) {
+    step(1, 1);
+  }
+  EXPECT_EQ(heard().size(), 0u);
+  EXPECT_EQ(a->n_tokens, 14u);
+
+  // b begins a page: it alone is asked for, and its 64 tokens are told.
+  granting->changes = {{0, 0, 1, 7}};
+  step(1, 1);
+  auto told = heard();
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_EQ(told[0].verdict, Verdict::kFinish);
+  ASSERT_EQ(told[0].notes.size(), 1u);
+  EXPECT_EQ(told[0].notes[0].kind, wire::NoteKind::kExtend);
+  EXPECT_EQ(told[0].notes[0].n_tokens, 64u);
+  EXPECT_EQ(b->lists[0].pages, (std::vector<tiers::PageRef>{6, 7}));
+
+  // Drafts that are taken back are not told; those that kvmd knows of are.
+  granting->changes = {};
+  step(8, 8);
+  ASSERT_TRUE(store_->truncate(a.get(), 18).is_ok());
+  ASSERT_TRUE(store_->truncate(b.get(), 65).is_ok());
+  EXPECT_TRUE(store_->figures().is_ok());
+  told = heard();
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_EQ(told[0].notes.size(), 0u);
+  ASSERT_TRUE(store_->truncate(b.get(), 64).is_ok());
+  EXPECT_TRUE(store_->figures().is_ok());
+  told = heard();
+  ASSERT_EQ(told.size(), 1u);
+  ASSERT_EQ(told[0].notes.size(), 1u);
+  EXPECT_EQ(told[0].notes[0].kind, wire::NoteKind::kTruncate);
+
+  // Whose last page is shared asks once, for a copy. All of it is told before, as long as it is not
+  // shared. And a spill counts tokens.
+  const SequencePtr c = store_->fork(*a, 9).value();
+  granting->changes = {{0, 0, 0, 8}};
+  for (uint32_t i = 0; i < 3; ++i) {
+    ASSERT_TRUE(grow(c, 1).is_ok());
+    store_->finish_growth();
+  }
+  told = heard();
+  ASSERT_EQ(told.size(), 1u);
+  ASSERT_EQ(told[0].notes.size(), 2u);
+  EXPECT_EQ(told[0].notes[0].kind, wire::NoteKind::kExtend);
+  EXPECT_EQ(told[0].notes[1].kind, wire::NoteKind::kFork);
+  ASSERT_TRUE(store_->spill(c.get(), 0, UINT64_MAX, nullptr).is_ok());
+  told = heard();
+  ASSERT_EQ(told.size(), 1u);
+  ASSERT_EQ(told[0].notes.size(), 1u);
+  EXPECT_EQ(told[0].notes[0].n_tokens, 12u);
+}
+
+// What is undone was never said; what kvmd has done for it, it undoes.
+TEST_F(RemoteStoreTest, UndoesWhatItHasNotSaid) {
+  auto granting = std::make_shared<Granting>();
+  open([granting](const Call& call, ipc::FrameWriter* writer) { (*granting)(call, writer); });
+  const auto space = store_->prepare(layout_of(1)).value();
+  const SequencePtr a = store_->create(space).value();
+  granting->changes = {{0, 0, 0, 5}};
+  ASSERT_TRUE(grow(a, 60).is_ok());
+  store_->finish_growth();
+  granting->changes = {};
+  ASSERT_TRUE(grow(a, 2).is_ok());
+  store_->undo_growth();
+  EXPECT_EQ(a->n_tokens, 60u);
+  granting->changes = {{0, 0, 1, 6}};
+  ASSERT_TRUE(grow(a, 5).is_ok());
+  store_->undo_growth();
+  granting->changes = {};
+  ASSERT_TRUE(grow(a, 4).is_ok());
+  store_->finish_growth();
+  EXPECT_TRUE(store_->figures().is_ok());
+  const auto told = heard();
+  ASSERT_EQ(told.size(), 4u);  // prepare, 60 tokens, 65, figures
+  EXPECT_EQ(told[2].verdict, Verdict::kFinish);
+  EXPECT_EQ(told[2].notes.size(), 0u);
+  EXPECT_EQ(told[3].verdict, Verdict::kUndo);
+  EXPECT_EQ(told[3].notes.size(), 0u);
+  EXPECT_EQ(a->lists[0].pages, (std::vector<tiers::PageRef>{5}));
+}
+
+// A window lets go of pages on both sides at once.
+TEST_F(RemoteStoreTest, AsksWhereAPolicyDrops) {
+  auto granting = std::make_shared<Granting>();
+  open([granting](const Call& call, ipc::FrameWriter* writer) { (*granting)(call, writer); });
+  SpaceLayout windows = layout_of(1);
+  windows.layers[0].classes[0].n_recent = 70;
+  const auto space = store_->prepare(std::move(windows)).value();
+  const SequencePtr a = store_->create(space).value();
+  granting->changes = {{0, 0, 0, 5}, {0, 0, 1, 6}, {0, 0, 2, 7}};
+  ASSERT_TRUE(grow(a, 130).is_ok());
+  store_->finish_growth();
+  (void)heard();
+  granting->changes = {};
+  uint64_t n_dropped_at = 0;
+  for (uint32_t i = 0; i < 60; ++i) {
+    ASSERT_TRUE(grow(a, 1).is_ok());
+    store_->finish_growth();
+    if (n_dropped_at == 0 && a->lists[0].pages[0] == tiers::kNoPage) {
+      n_dropped_at = a->n_tokens;
+    }
+  }
+  // The query at 133 is the first one that does not see the 64th token.
+  EXPECT_EQ(n_dropped_at, 134u);
+  const auto told = heard();
+  ASSERT_EQ(told.size(), 1u);
+  ASSERT_EQ(told[0].notes.size(), 1u);
+  EXPECT_EQ(told[0].notes[0].n_tokens, 133u);
 }
 
 // Notes cannot be refused: what kvmd would end its client for is refused here.

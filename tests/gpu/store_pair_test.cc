@@ -313,7 +313,8 @@ class Pair {
     std::vector<Seq*> grown;
     for (Seq& one : seqs_) {
       if (growths.size() < 2 && below(2) == 0) {
-        const uint64_t at_most = below(3) == 0 ? 600 : 70;
+        constexpr uint64_t kAtMost[] = {600, 70, 8};
+        const uint64_t at_most = kAtMost[below(3)];
         const uint64_t n_append = below(std::min(at_most, kMostTokens - one.n_tokens) + 1);
         growths.push_back({one.seq.get(), static_cast<uint32_t>(n_append), 0});
         grown.push_back(&one);

@@ -154,7 +154,8 @@ std::vector<std::vector<uint8_t>> good_calls() {
                           call_of(CallKind::kGrow), grow_of({{3, 5, 2}})),
       Session::call_bytes(Verdict::kUndo, {{NoteKind::kTruncate, 0, 3, 0, 280}},
                           call_of(CallKind::kUsage, 3)),
-      Session::call_bytes(Verdict::kNone, {}, call_of(CallKind::kSpill, 2)),
+      Session::call_bytes(Verdict::kNone, {{NoteKind::kExtend, 0, 2, 0, 128}},
+                          call_of(CallKind::kSpill, 2)),
       Session::call_bytes(Verdict::kNone, {}, call_of(CallKind::kResidence, 2)),
       Session::call_bytes(Verdict::kNone, {}, call_of(CallKind::kFetch, 2)),
       Session::call_bytes(Verdict::kNone, {}, call_of(CallKind::kSettle, 2)),
@@ -249,6 +250,21 @@ TEST(StoreServer, EndsWhoBreaksThem) {
              session->call(Verdict::kFinish, {}, call_of(CallKind::kGrow), grow_of({{1, 1, 1}})),
              KVM_OK);  // drops what the tokens before it do not need
          return session->call(Verdict::kFinish, {{NoteKind::kFork, 0, 9, 1, 100}},
+                              call_of(CallKind::kFlush));
+       }},
+      {"tokens of nobody", with_notes({{NoteKind::kExtend, 0, 9, 0, 0}})},
+      {"tokens without a page", with_notes({{NoteKind::kExtend, 0, 1, 0, 321}})},
+      {"nearly 2^64 tokens", with_notes({{NoteKind::kExtend, 0, 1, 0, UINT64_MAX - 3}})},
+      {"nearly 2^64 tokens where there are none",
+       with_notes({{NoteKind::kCreate, 0, 9, 1, 0}, {NoteKind::kExtend, 0, 9, 0, UINT64_MAX - 3}})},
+      {"fewer tokens than it has", with_notes({{NoteKind::kExtend, 0, 1, 0, 299}})},
+      {"tokens in a page that is shared",
+       with_notes({{NoteKind::kFork, 0, 9, 1, 300}, {NoteKind::kExtend, 0, 1, 0, 301}})},
+      {"tokens of one on the host",
+       [&](Session* session) {
+         prepared(session);
+         EXPECT_EQ(session->call(Verdict::kFinish, {}, call_of(CallKind::kSpill, 2)), KVM_OK);
+         return session->call(Verdict::kNone, {{NoteKind::kExtend, 0, 2, 0, 71}},
                               call_of(CallKind::kFlush));
        }},
       {"a cut of nobody", with_notes({{NoteKind::kTruncate, 0, 9, 0, 0}})},
