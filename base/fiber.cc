@@ -19,6 +19,16 @@
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
+#if defined(__SANITIZE_THREAD__)
+#define KVM_FIBER_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define KVM_FIBER_TSAN 1
+#endif
+#endif
+#ifdef KVM_FIBER_TSAN
+#include <sanitizer/tsan_interface.h>
+#endif
 
 // void kvm_fiber_switch(void** save, void* load): keeps what the calling convention says a call
 // keeps, on the old stack, and continues on the new one. swapcontext would make two system calls.
@@ -57,6 +67,9 @@ thread_local Fiber* left_fiber = nullptr;
 Fiber::~Fiber() {
   if (stack_ != nullptr) {
     ::munmap(stack_, kStackBytes);
+#ifdef KVM_FIBER_TSAN
+    __tsan_destroy_fiber(thread_);
+#endif
   }
 }
 
@@ -72,6 +85,18 @@ void Fiber::reset(void (*entry)()) {
 #ifdef KVM_FIBER_ASAN
   // A fiber that was given up in the middle left its frames poisoned.
   __asan_unpoison_memory_region(stack_, kStackBytes);
+#endif
+#ifdef KVM_FIBER_TSAN
+  // Calls that did not return stay on its list, which has an end. To make one takes long.
+  constexpr size_t kMostResets = 500;
+  if (thread_ != nullptr && ++n_resets_ > kMostResets) {
+    __tsan_destroy_fiber(thread_);
+    thread_ = nullptr;
+    n_resets_ = 0;
+  }
+  if (thread_ == nullptr) {
+    thread_ = __tsan_create_fiber(0);
+  }
 #endif
   // kvm_fiber_switch pops this: six registers, then the address to go on at. There the stack must
   // look as it does behind a call: 8 below a multiple of 16.
@@ -91,6 +116,10 @@ void Fiber::leave_for(Fiber* next, bool for_good) {
   __sanitizer_start_switch_fiber(for_good ? nullptr : &shadow_, next->bottom_, next->size_bytes_);
 #else
   (void)for_good;
+#endif
+#ifdef KVM_FIBER_TSAN
+  thread_ = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(next->thread_, 0);
 #endif
   kvm_fiber_switch(&stack_pointer_, next->stack_pointer_);
 }

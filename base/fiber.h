@@ -36,6 +36,8 @@ class Fiber {
   void* stack_pointer_ = nullptr;
   std::byte* stack_ = nullptr;
   void* shadow_ = nullptr;  // AddressSanitizer's
+  void* thread_ = nullptr;  // ThreadSanitizer's
+  size_t n_resets_ = 0;     // since it was made
   const void* bottom_ = nullptr;
   size_t size_bytes_ = 0;
 };
