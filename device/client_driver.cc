@@ -79,19 +79,19 @@ Status ClientDriver::order(const Order& order, int fd) {
   writer_.put(order);
   Status status = channel_->send(static_cast<uint32_t>(FrameKind::kOrder), writer_.bytes(), fd);
   if (status.is_ok()) {
-    status = channel_->receive(kOrderTimeoutNs, &answer_);
+    status = channel_->receive(kOrderTimeoutNs, &answer_, wire::kMaxDoneBytes);
   }
   if (status.is_ok()) {
     ipc::FrameReader reader(answer_.bytes);
-    const auto code = reader.get<int32_t>();
-    const std::string sentence = reader.get_text();
+    const Status done = reader.get_status();
     if (answer_.kind == static_cast<uint32_t>(FrameKind::kDone) && reader.is_whole()) {
-      if (code == KVM_OK) {
-        return Status::ok();
+      if (done.is_ok()) {
+        return done;
       }
       std::string why = "in the client: ";
-      why.append(sentence, 0, kMaxSentence);
-      return Status(code == KVM_ERR_NO_SPACE ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE, std::move(why));
+      why.append(done.message(), 0, kMaxSentence);
+      return Status(done.code() == KVM_ERR_NO_SPACE ? KVM_ERR_NO_SPACE : KVM_ERR_DEVICE,
+                    std::move(why));
     }
     status = Status(KVM_ERR_PROTOCOL, "the client has answered an order with something else");
   }

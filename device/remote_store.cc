@@ -90,13 +90,12 @@ Status RemoteStore::init(uint64_t ready_within_ns) {
   words_registered_ = true;
   KVM_TRY(channel_.receive(ready_within_ns, &frame_));
   ipc::FrameReader reader(frame_.bytes);
-  const auto code = reader.get<int32_t>();
-  const std::string sentence = reader.get_text();
+  const Status ready = reader.get_status();
   if (frame_.kind != static_cast<uint32_t>(FrameKind::kReady) || !reader.is_whole()) {
     return Status(KVM_ERR_PROTOCOL, "kvmd has begun with something else than it should");
   }
-  if (code != KVM_OK) {
-    return Status(static_cast<kvm_status>(code), "kvmd: " + sentence);
+  if (!ready.is_ok()) {
+    return Status(ready.code(), "kvmd: " + std::string(ready.message()));
   }
   KVM_KILL_POINT("device_client/opened");
   try {
@@ -221,9 +220,8 @@ Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Comma
     return status.code() == KVM_ERR_DISCONNECTED ? gone() : status;
   }
   ipc::FrameReader reader(frame_.bytes);
-  const auto code = reader.get<int32_t>();
-  const std::string sentence = reader.get_text();
-  if (code == KVM_OK) {
+  const Status answer = reader.get_status();
+  if (answer.is_ok()) {
     take(&reader);
   }
   std::vector<Command> wanted = reader.get_all<Command>(wire::kMaxEntries);
@@ -239,7 +237,7 @@ Status RemoteStore::call(const Call& what, Put put, Take take, std::vector<Comma
   if (commands != nullptr) {
     *commands = std::move(wanted);
   }
-  return code == KVM_OK ? Status::ok() : Status(static_cast<kvm_status>(code), sentence);
+  return answer;
 }
 
 Status RemoteStore::receive_reply() {
@@ -258,8 +256,7 @@ Status RemoteStore::receive_reply() {
     const Status done = obey(order, frame_.fd);
     KVM_KILL_POINT("device_client/obeyed");
     ipc::FrameWriter answer;
-    answer.put(static_cast<int32_t>(done.code()));
-    answer.put_text(done.message());
+    answer.put_status(done);
     KVM_TRY(channel_.send(static_cast<uint32_t>(FrameKind::kDone), answer.bytes()));
   }
 }

@@ -34,11 +34,6 @@ uint64_t n_entries_of(const DeviceSequence& seq, uint64_t n_tokens) {
   return wire::n_entries(seq.lists.size(), n_tokens);
 }
 
-void put_status(const Status& status, ipc::FrameWriter* writer) {
-  writer->put(static_cast<int32_t>(status.code()));
-  writer->put_text(status.message());
-}
-
 // Says whether there are kernels for what a client says of its rows.
 bool is_layout_of_device(const wire::Layout& rows, CodecId codec) {
   if (rows.v_in_k != 0) {
@@ -88,13 +83,13 @@ Status StoreServer::serve(const DeviceStoreOptions& options) {
   const Undo shutting_down([this] { channel_.shut_down(); });
   const Status opened = open(options);
   reply_.clear();
-  put_status(opened, &reply_);
+  reply_.put_status(opened);
   KVM_KILL_POINT("device/opened");
   KVM_TRY(channel_.send(static_cast<uint32_t>(FrameKind::kReady), reply_.bytes()));
   KVM_TRY(opened);
   ipc::Frame frame;
   for (;;) {
-    KVM_TRY(channel_.receive(kForEver, &frame));
+    KVM_TRY(channel_.receive(kForEver, &frame, wire::kMaxCallBytes));
     KVM_KILL_POINT("device/call_read");
     KVM_TRY(answer(frame));
     KVM_KILL_POINT("device/answered");
@@ -123,14 +118,14 @@ Status StoreServer::answer(const ipc::Frame& frame) {
   }
   KVM_KILL_POINT("device/noted");
   reply_.clear();
-  put_status(Status::ok(), &reply_);
+  reply_.put_status(Status::ok());
   const Status status = ask(call, &reader);
   if (status.code() == KVM_ERR_PROTOCOL) {
     return status;
   }
   if (!status.is_ok()) {
     reply_.clear();
-    put_status(status, &reply_);
+    reply_.put_status(status);
   }
   reply_.put_all(driver_->commands());
   KVM_KILL_POINT("device/asked");

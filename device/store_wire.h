@@ -154,6 +154,13 @@ struct Change {
   uint32_t page = 0;
 };
 
+// LIMIT: bytes of a call, all of the longest parts together; of a Done.
+inline constexpr uint32_t kMaxCallBytes = 4 << 20;
+static_assert(kMaxNotes * sizeof(Note) + kMaxSequences * sizeof(uint64_t) +
+                  kMaxLists * sizeof(List) + kMaxGrowths * sizeof(Grow) + 4096 <=
+              kMaxCallBytes);
+inline constexpr uint32_t kMaxDoneBytes = 64 << 10;
+
 // --- Replies: status, sentence, the answer where the status is OK, Command[] ---------------------
 
 enum class CommandKind : uint32_t { kWait, kCopy };

@@ -136,13 +136,13 @@ Status FrameChannel::receive_all(uint8_t* to, size_t n, Fd* fd) {
   return good ? Status::ok() : broken("has more than one descriptor");
 }
 
-Status FrameChannel::receive(uint64_t timeout_ns, Frame* into) {
+Status FrameChannel::receive(uint64_t timeout_ns, Frame* into, uint32_t max_bytes) {
   into->fd.reset();
   into->bytes.clear();
   KVM_TRY(wait_readable(socket_, timeout_ns));
   Head head;
   KVM_TRY(receive_all(reinterpret_cast<uint8_t*>(&head), sizeof head, &into->fd));
-  if (head.magic != kMagic || head.n_bytes > kMaxFrameBytes ||
+  if (head.magic != kMagic || head.n_bytes > max_bytes ||
       head.n_fds != (into->fd.is_open() ? 1u : 0u)) {
     return broken("has a head that is none");
   }
@@ -154,7 +154,5 @@ Status FrameChannel::receive(uint64_t timeout_ns, Frame* into) {
 }
 
 void FrameChannel::shut_down() const { ::shutdown(socket_.get(), SHUT_RDWR); }
-
-bool FrameChannel::is_hung_up() const { return ipc::is_hung_up(socket_); }
 
 }  // namespace kvm::ipc

@@ -2,7 +2,7 @@
 // FrameChannel: frames over a connected stream socket, of any length up to a limit, each with at
 // most one file descriptor. For two sides that take turns: sending waits until the other reads.
 //
-// Threads: one that sends and one that receives, but for shut_down and is_hung_up: any.
+// Threads: one that sends and one that receives, but for shut_down: any.
 #ifndef KVM_IPC_FRAME_CHANNEL_H_
 #define KVM_IPC_FRAME_CHANNEL_H_
 
@@ -39,13 +39,13 @@ class FrameChannel {
   // `fd`: passed along; -1: none. Fails: INVALID (more than kMaxFrameBytes), DISCONNECTED.
   Status send(uint32_t kind, std::span<const uint8_t> bytes, int fd = -1);
   // The next frame, into memory that is used again. Fails: TIMEOUT (no frame has begun within the
-  // time), DISCONNECTED, PROTOCOL. After PROTOCOL, and a TIMEOUT in the middle of a frame, which
-  // is DISCONNECTED, the channel is of no use. Throws std::bad_alloc: neither is it then.
-  Status receive(uint64_t timeout_ns, Frame* into);
+  // time), DISCONNECTED, PROTOCOL (no frame, or one of more than max_bytes). After PROTOCOL, and a
+  // TIMEOUT in the middle of a frame, which is DISCONNECTED, the channel is of no use. Throws
+  // std::bad_alloc: neither is it then.
+  Status receive(uint64_t timeout_ns, Frame* into, uint32_t max_bytes = kMaxFrameBytes);
 
   // Ends it for both sides: whoever waits returns.
   void shut_down() const;
-  bool is_hung_up() const;
   int fd() const { return socket_.get(); }
 
  private:
@@ -73,6 +73,10 @@ class FrameWriter {
     append(values.data(), values.size_bytes());
   }
   void put_text(std::string_view text) { put_all(std::span<const char>(text.data(), text.size())); }
+  void put_status(const Status& status) {
+    put(static_cast<int32_t>(status.code()));
+    put_text(status.message());
+  }
 
  private:
   void append(const void* from, size_t n) {
@@ -121,6 +125,12 @@ class FrameReader {
   std::string get_text() {
     const std::vector<char> text = get_all<char>(kMaxFrameBytes);
     return {text.begin(), text.end()};
+  }
+  Status get_status() {
+    const auto code = get<int32_t>();
+    std::string message = get_text();
+    return code == KVM_OK ? Status::ok()
+                          : Status(static_cast<kvm_status>(code), std::move(message));
   }
   // Everything was there, and nothing else.
   bool is_whole() const { return !failed_ && rest_.empty(); }

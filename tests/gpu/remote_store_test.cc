@@ -34,8 +34,7 @@ using wire::Verdict;
 constexpr uint64_t kPatienceNs = 60'000'000'000;
 
 void put_status(kvm_status status, ipc::FrameWriter* writer) {
-  writer->put(static_cast<int32_t>(status));
-  writer->put_text(status == KVM_OK ? "" : "as the test wants it");
+  writer->put_status(status == KVM_OK ? Status::ok() : Status(status, "as the test wants it"));
 }
 
 SpaceLayout layout_of(uint32_t n_lists) {

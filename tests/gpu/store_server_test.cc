@@ -224,6 +224,10 @@ TEST(StoreServer, EndsWhoBreaksThem) {
       {"nothing", [](Session* session) { return session->send({}); }},
       {"a frame of another kind",
        [](Session* session) { return session->send(good_calls()[0], FrameKind::kReply); }},
+      {"more bytes than a call has",
+       [](Session* session) {
+         return session->send(std::vector<uint8_t>(wire::kMaxCallBytes + 1));
+       }},
       {"a verdict on no growth",
        [](Session* session) {
          return session->call(Verdict::kFinish, {}, call_of(CallKind::kFlush));

@@ -93,14 +93,21 @@ TEST_F(FrameChannelTest, ADescriptorComesWithItsFrame) {
 
 TEST_F(FrameChannelTest, EndsAreNoticed) {
   EXPECT_EQ(other_->receive(1'000'000, &frame_).code(), KVM_ERR_TIMEOUT);
-  EXPECT_FALSE(other_->is_hung_up());
   ASSERT_TRUE(one_->send(4, {}).is_ok());
   one_->shut_down();
-  EXPECT_TRUE(other_->is_hung_up());
   EXPECT_TRUE(receive().is_ok());  // what was sent before
   EXPECT_EQ(receive().code(), KVM_ERR_DISCONNECTED);
   EXPECT_EQ(other_->send(5, {}).code(), KVM_ERR_DISCONNECTED);
   EXPECT_EQ(one_->send(5, {}).code(), KVM_ERR_DISCONNECTED);
+}
+
+// The receiver says how much: what a head promises takes memory before it comes.
+TEST_F(FrameChannelTest, LongerFramesThanTheReceiverWantsAreRefused) {
+  const std::vector<uint8_t> bytes(101);
+  ASSERT_TRUE(one_->send(1, std::span(bytes).first(100)).is_ok());
+  ASSERT_TRUE(one_->send(1, bytes).is_ok());
+  EXPECT_TRUE(other_->receive(kPatienceNs, &frame_, 100).is_ok());
+  EXPECT_EQ(other_->receive(kPatienceNs, &frame_, 100).code(), KVM_ERR_PROTOCOL);
 }
 
 TEST_F(FrameChannelTest, WhoeverWaitsIsLetGo) {
