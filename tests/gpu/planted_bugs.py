@@ -532,14 +532,14 @@ def main():
         if not arguments.each_file and not builder.run_clean():
             print("the suite fails without any bug")
             return 1
+        n_found = 0
         with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-            results = list(pool.map(lambda pair: builder.finds(f"bug{pair[0]}", pair[1]),
-                                    enumerate(bugs)))
-    n_found = 0
-    for (kind, path, before, _), (found, words) in zip(bugs, results):
-        n_found += found
-        print(f"{'found ' if found else 'MISSED'}  {kind:14} {os.path.basename(path):16} "
-              f"{before.strip().splitlines()[0][:60]:60}  {words}")
+            results = pool.map(lambda pair: builder.finds(f"bug{pair[0]}", pair[1]),
+                               enumerate(bugs))
+            for (kind, path, before, _), (found, words) in zip(bugs, results):
+                n_found += found
+                print(f"{'found ' if found else 'MISSED'}  {kind:14} {os.path.basename(path):16} "
+                      f"{before.strip().splitlines()[0][:60]:60}  {words}", flush=True)
     percent = 100.0 * n_found / len(bugs)
     print(f"{n_found} of {len(bugs)} planted bugs found ({percent:.0f} %)")
     return 0 if percent >= arguments.require else 1
