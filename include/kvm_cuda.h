@@ -268,10 +268,11 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  *
  * by the token, though memory is freed by the page. The other side has the complement if its
  * sequence holds the tokens [S, n - R), from its position 0 on, and is asked with as many query
- * rows at KVM_POSITION_END: its last row sees all n - R - S of them, the one before it the last
- * one no more, just as that row of the device sees one token more at the other end of the window.
- * (That takes n_query <= R, n_query <= n - R - S, and keys that carry their positions, as kvm.h
- * has them in ABSOLUTE. While n <= S + R there is nothing for the other side.)
+ * rows at KVM_POSITION_END: its last row sees all n - R - S of them, the one before it all but
+ * the last, which that row of the device still sees, and so on.
+ * (That takes n_query <= n - R - S, and keys that carry their positions, as kvm.h has them in
+ * ABSOLUTE. While n <= S + R there is nothing for the other side. Of a tree, rows see each other on
+ * the device alone: no word of it goes to the other side.)
  *
  * So with each update that appends a tokens, the tokens [n - a - R, n - R), less the first S, cross
  * over. Between the appends of an update and the next update these are all still there
@@ -323,11 +324,12 @@ KVM_API kvm_status kvm_cuda_read(kvm_cuda_batch *batch, const kvm_cuda_read_para
  * Tensors are those of kvm_merge_params with buffers of KVM_BUFFER_DEVICE, in device memory or
  * page-locked host memory as above: what CPUs have answered is read where they wrote it, if they
  * have when the device comes to it. n_states is at most 8, n_rows at most 2^20, n_heads 1024; dim
- * is a multiple of 8 up to 576. o may be F32, F16 or BF16, each its own; sums are in fp32, within
- * 2e-6 of magnitudes of o, lse within 1e-5. Addresses and strides of o and out_o are multiples of
- * 16 bytes. out_o may be the memory of any of o with the same dtype and strides, out_lse likewise.
- * May be captured: the addresses are fixed, what lies there is not.
- * Fails: INVALID, UNSUPPORTED (not a client of kvm_cuda_open), DEVICE.  Threads: any. */
+ * is a multiple of 8 up to 576. o may be F32, F16 or BF16, each its own. Sums are in fp32: o is
+ * within 2e-6 of the largest magnitude in a row, before it is rounded to its dtype, lse within 1e-5
+ * where it is up to 50. Addresses and strides of o and out_o are multiples of 16 bytes. out_o may
+ * be the memory of any of o with the same dtype and strides, out_lse likewise. May be captured: the
+ * addresses are fixed, what lies there is not.
+ * Fails: INVALID, UNSUPPORTED (not a client of kvm_cuda_open), DEVICE. Threads: any. */
 KVM_API kvm_status kvm_cuda_merge(kvm_client *client, const kvm_merge_params *params,
                                   kvm_cuda_stream stream);
 
