@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/cuda/params.h"
 #include "base/codec_id.h"
 #include "base/dtype.h"
 #include "codecs/codec.h"
@@ -177,14 +178,21 @@ TEST_P(DeviceReads, GiveWhatWasAppended) {
   }
 }
 
+std::vector<Rows> all_rows() {
+  std::vector<Rows> all;
+  for (const uint32_t codec :
+       {KVM_CODEC_BF16, KVM_CODEC_F16, KVM_CODEC_I8, KVM_CODEC_F8E4M3, KVM_CODEC_I4}) {
+    for (const uint32_t dim : attention::gpu::kHeadDims) {
+      if (attention::gpu::is_head_dim_on_devices(static_cast<CodecId>(codec), dim)) {
+        all.push_back({codec, dim});
+      }
+    }
+  }
+  return all;
+}
+
 INSTANTIATE_TEST_SUITE_P(
-    Codecs, DeviceReads,
-    ::testing::Values(Rows{KVM_CODEC_BF16, 64}, Rows{KVM_CODEC_BF16, 80}, Rows{KVM_CODEC_BF16, 256},
-                      Rows{KVM_CODEC_F16, 96}, Rows{KVM_CODEC_F16, 128}, Rows{KVM_CODEC_I8, 64},
-                      Rows{KVM_CODEC_I8, 80}, Rows{KVM_CODEC_I8, 192}, Rows{KVM_CODEC_F8E4M3, 96},
-                      Rows{KVM_CODEC_F8E4M3, 128}, Rows{KVM_CODEC_I4, 64}, Rows{KVM_CODEC_I4, 128},
-                      Rows{KVM_CODEC_I4, 256}),
-    [](const auto& shape) {
+    Codecs, DeviceReads, ::testing::ValuesIn(all_rows()), [](const auto& shape) {
       return std::string(codecs::codec_of(static_cast<CodecId>(shape.param.codec)).name) + "_" +
              std::to_string(shape.param.dim);
     });
