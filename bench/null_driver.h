@@ -60,6 +60,12 @@ class NullDriver final : public device::Driver {
   Status append(CodecId, const attention::gpu::AppendParams&, uint32_t, device::Stream) override {
     return launch();
   }
+  Status read(CodecId, const attention::gpu::ReadParams&, uint32_t, device::Stream) override {
+    return launch();
+  }
+  Status merge_states(const attention::gpu::StatesParams&, uint32_t, device::Stream) override {
+    return launch();
+  }
   Status scatter(const attention::gpu::ScatterParams&, device::Stream) override { return launch(); }
   Status move(const attention::gpu::MoveParams&, device::Stream) override { return launch(); }
 

@@ -91,6 +91,26 @@ Status read_tensor(const char* name, const kvm_tensor& from, bool required,
   return Status::ok();
 }
 
+// The states of a kvm_merge, in tensors that the device can address.
+Status read_states(const kvm_merge_params& p, kvm::device::StatesCall* to) {
+  KVM_TRY(check_flags(p.flags, 0, "kvm_merge_params"));
+  KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_merge_params"));
+  KVM_TRY(check_range("n_states", p.n_states, kvm::attention::gpu::kMaxStates));
+  if (p.o == nullptr || p.lse == nullptr) {
+    return invalid("o and lse are required");
+  }
+  to->n_rows = p.n_rows;
+  to->n_heads = p.n_heads;
+  to->dim = p.dim;
+  for (uint32_t i = 0; i < p.n_states; ++i) {
+    const std::string of = "[" + std::to_string(i) + "]";
+    KVM_TRY(read_tensor(("o" + of).c_str(), p.o[i], true, &to->o.emplace_back()));
+    KVM_TRY(read_tensor(("lse" + of).c_str(), p.lse[i], true, &to->lse.emplace_back()));
+  }
+  KVM_TRY(read_tensor("out_o", p.out_o, true, &to->out_o));
+  return read_tensor("out_lse", p.out_lse, false, &to->out_lse);
+}
+
 Status read_batch(const kvm_cuda_batch_params& p, kvm::device::BatchOptions* to) {
   KVM_TRY(check_flags(p.flags, KVM_CUDA_REPRODUCIBLE, "kvm_cuda_batch_params"));
   KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_cuda_batch_params"));
@@ -255,6 +275,36 @@ kvm_status kvm_cuda_attend(kvm_cuda_batch* batch, const kvm_cuda_attend_params* 
     call.log_weights.size_bytes = p.log_weights.size;
     return batch->client->with_batch(
         batch->batch.get(), [&](kvm::device::Batch& of) { return of.attend(call, stream); });
+  });
+}
+
+kvm_status kvm_cuda_read(kvm_cuda_batch* batch, const kvm_cuda_read_params* params,
+                         kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(batch, "batch"));
+    KVM_TRY(check_not_null(params, "params"));
+    kvm_cuda_read_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_cuda_read_params"));
+    KVM_TRY(check_flags(p.flags, 0, "kvm_cuda_read_params"));
+    KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_cuda_read_params"));
+    kvm::device::ReadCall call{p.item, p.layer, p.position, p.n_tokens, {}, {}};
+    KVM_TRY(read_tensor("k", p.k, false, &call.k));
+    KVM_TRY(read_tensor("v", p.v, false, &call.v));
+    return batch->client->with_batch(batch->batch.get(),
+                                     [&](kvm::device::Batch& of) { return of.read(call, stream); });
+  });
+}
+
+kvm_status kvm_cuda_merge(kvm_client* client, const kvm_merge_params* params,
+                          kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(const auto device, device_client(client));
+    KVM_TRY(check_not_null(params, "params"));
+    kvm_merge_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_merge_params"));
+    kvm::device::StatesCall call;
+    KVM_TRY(read_states(p, &call));
+    return device->merge(call, stream);
   });
 }
 

@@ -589,6 +589,14 @@ Status DeviceClient::update(device::Batch* batch, const kvm_cuda_item* items, ui
   });
 }
 
+Status DeviceClient::merge(const device::StatesCall& call, device::Stream stream) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY(device::merge_states(service_->driver, call, stream));
+  ++service_->n_launches;
+  return Status::ok();
+}
+
 Status DeviceClient::spill(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream) {
   finish_moves({&seq, 1}, true);
   const std::lock_guard lock(service_->mutex);

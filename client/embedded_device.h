@@ -18,6 +18,7 @@
 #include "client/backend.h"
 #include "device/batch.h"
 #include "device/sequence_store.h"
+#include "device/states.h"
 #include "engine/space/space.h"
 #include "engine/store/id_table.h"
 #include "kvm_cuda.h"
@@ -96,6 +97,7 @@ class DeviceClient final : public Client {
     service_->n_launches += batch->n_launches() - before;
     return status;
   }
+  Status merge(const device::StatesCall& call, device::Stream stream);
   Status spill(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream);
   Status fetch(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream);
   Result<kvm_cuda_seq_info> cuda_seq_info(kvm_seq_id seq);

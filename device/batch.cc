@@ -23,6 +23,7 @@ using attention::gpu::Merge;
 using attention::gpu::MergeParams;
 using attention::gpu::PageClass;
 using attention::gpu::PlanCounts;
+using attention::gpu::ReadParams;
 using attention::gpu::Request;
 using attention::gpu::ScatterParams;
 using attention::gpu::Sight;
@@ -37,6 +38,8 @@ constexpr uint32_t kEntryRunsAtOnce = 8192;
 // Blocks of captured launches, which take what there is in turn.
 constexpr uint32_t kAppendBlocksPerSm = 16;
 constexpr uint32_t kMergeBlocksPerSm = 8;
+// Of reads: enough to keep a link busy, which is slower than memory.
+constexpr uint32_t kReadBlocksPerSm = 16;
 constexpr uint64_t kAlign = 256;
 
 std::string number(uint64_t n) { return std::to_string(n); }
@@ -650,32 +653,6 @@ Status Batch::check_current() {
   return Status::ok();
 }
 
-Status Batch::check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows,
-                           uint64_t n_heads, uint64_t dim, uint64_t alignment, uint64_t* stride_row,
-                           uint64_t* stride_head) const {
-  const uint64_t element = dtype_size_bytes(tensor.dtype);
-  *stride_head = tensor.stride_head != 0 ? tensor.stride_head : dim;
-  *stride_row = tensor.stride_row != 0 ? tensor.stride_row : n_heads * *stride_head;
-  constexpr uint64_t kMostStride = uint64_t{1} << 40;
-  if (*stride_head > kMostStride || *stride_row > kMostStride) {
-    return invalid(std::string(name) + ": strides of " + number(*stride_row) + " and " +
-                   number(*stride_head) + " elements");
-  }
-  if (reinterpret_cast<uintptr_t>(tensor.data) % alignment != 0 ||
-      *stride_row * element % alignment != 0 || *stride_head * element % alignment != 0) {
-    return invalid(std::string(name) + ": its address, and strides of " + number(*stride_row) +
-                   " and " + number(*stride_head) + " elements, must be multiples of " +
-                   number(alignment) + " bytes");
-  }
-  const uint64_t last =
-      n_rows == 0 ? 0 : (n_rows - 1) * *stride_row + (n_heads - 1) * *stride_head + dim;
-  if (last * element > tensor.size_bytes) {
-    return invalid(std::string(name) + ": " + number(n_rows) + " rows reach to byte " +
-                   number(last * element) + " of " + number(tensor.size_bytes));
-  }
-  return Status::ok();
-}
-
 attention::gpu::PagePool Batch::pool_of(const Kind& kind, uint32_t layer) const {
   attention::gpu::PagePool pool;
   for (const ListLayout& list : space_->lists) {
@@ -860,7 +837,63 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   return Status::ok();
 }
 
-// --- For kernels of others ----------------------------------------------------------------------
+// --- Rows back, and pages for kernels of others --------------------------------------------------
+
+Result<const DeviceSequence*> Batch::sequence_at(uint32_t item) const {
+  if (item >= places_.size()) {
+    return invalid("item is " + number(item) + "; the batch has room for " +
+                   number(places_.size()));
+  }
+  return places_[item].seq.get();
+}
+
+Status Batch::read(const ReadCall& call, Stream stream) {
+  if (call.layer >= space_->layers.size() || !space_->layers[call.layer].has_keys) {
+    return invalid("layer " + number(call.layer) + " does not exist or is ABSENT");
+  }
+  KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
+  if (captured) {
+    return Status(KVM_ERR_UNSUPPORTED,
+                  "the stream is being captured; which tokens are there is known now only");
+  }
+  KVM_TRY(check_current());
+  KVM_TRY_ASSIGN(const DeviceSequence* const seq, sequence_at(call.item));
+  const uint64_t n_tokens = seq == nullptr ? 0 : seq->n_tokens;
+  if (call.position > n_tokens || call.n_tokens > n_tokens - call.position) {
+    return invalid(number(call.n_tokens) + " tokens from " + number(call.position) + " on; item " +
+                   number(call.item) + " has " + number(n_tokens));
+  }
+  const Kind& kind = kinds_[kind_of_layer_[call.layer]];
+  ReadParams params;
+  const uint32_t n_heads = space_->storage(call.layer).n_kv_heads;
+  KVM_TRY_ASSIGN(params.k, row_tensor("k", call.k, call.n_tokens, n_heads, space_->dim, 16));
+  KVM_TRY_ASSIGN(params.v, row_tensor("v", call.v, call.n_tokens, n_heads, space_->dim_v(), 16));
+  if (call.n_tokens == 0) {
+    return Status::ok();
+  }
+  const uint64_t last = (call.position + call.n_tokens - 1) / kPageTokens;
+  for (uint32_t c = 0; c < kind.classes.size(); ++c) {
+    const std::vector<tiers::PageRef>& pages = seq->lists[kind.classes[c].list].pages;
+    for (uint64_t page = call.position / kPageTokens; page <= last; ++page) {
+      if (pages[page] == tiers::kNoPage) {
+        return Status(KVM_ERR_PARTIAL,
+                      "tokens from " + number(page * kPageTokens) + " on: a policy of kv head " +
+                          number(kind.classes[c].kv_heads[0]) + " has dropped them");
+      }
+    }
+    params.tables[c] = table_row(kind.classes[c].list, call.item);
+  }
+  params.pool = pool_of(kind, call.layer);
+  params.page_table = table();
+  params.n_classes = static_cast<uint32_t>(kind.classes.size());
+  params.first = static_cast<uint32_t>(call.position);
+  params.n_tokens = static_cast<uint32_t>(call.n_tokens);
+  params.dim = space_->dim;
+  ++n_launches_;
+  return driver_->read(space_->codec, params,
+                       std::min(params.n_tokens, kReadBlocksPerSm * driver_->facts().n_sms),
+                       stream);
+}
 
 Result<PagesPlace> Batch::pages(uint32_t layer, uint32_t head_class) const {
   if (layer >= space_->layers.size() || !space_->layers[layer].has_keys) {
@@ -891,11 +924,7 @@ Result<uint64_t> Batch::indices(uint32_t layer, uint32_t head_class, uint32_t it
     return place.status();
   }
   KVM_TRY(check_current());
-  if (item >= places_.size()) {
-    return invalid("item is " + number(item) + "; the batch has room for " +
-                   number(places_.size()));
-  }
-  const DeviceSequence* const seq = places_[item].seq.get();
+  KVM_TRY_ASSIGN(const DeviceSequence* const seq, sequence_at(item));
   if (seq == nullptr) {
     return uint64_t{0};
   }

@@ -32,6 +32,7 @@
 #include "attention/cuda/plan.h"
 #include "base/dtype.h"
 #include "base/status.h"
+#include "device/device_tensor.h"
 #include "device/event_pool.h"
 #include "device/message.h"
 #include "device/sequence_store.h"
@@ -64,20 +65,20 @@ struct BatchItem {
   std::span<const uint64_t> tree;
 };
 
-// A DeviceTensor lies in device memory; its strides are in elements.
-struct DeviceTensor {
-  uint8_t* data = nullptr;  // null: absent
-  uint64_t size_bytes = 0;
-  Dtype dtype = Dtype::kF32;
-  uint64_t stride_row = 0;  // 0: packed
-  uint64_t stride_head = 0;
-};
-
 struct AttendCall {
   uint32_t layer = 0;
   float scale = 0;  // 0: the space's
   DeviceTensor q, o, lse;
   DeviceTensor log_weights;
+};
+
+// Tokens [position, position + n_tokens) of an item of the last update.
+struct ReadCall {
+  uint32_t item = 0;
+  uint32_t layer = 0;
+  uint64_t position = 0;
+  uint64_t n_tokens = 0;
+  DeviceTensor k, v;
 };
 
 // Where the pages of one head class of a layer lie, for kernels of others: strides in bytes.
@@ -104,10 +105,11 @@ class Batch {
   Batch(const Batch&) = delete;
   Batch& operator=(const Batch&) = delete;
 
-  // As kvm_cuda_update, kvm_cuda_append, kvm_cuda_attend.
+  // As kvm_cuda_update, kvm_cuda_append, kvm_cuda_attend, kvm_cuda_read.
   Status update(std::span<const BatchItem> items, Stream stream);
   Status append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream);
   Status attend(const AttendCall& call, Stream stream);
+  Status read(const ReadCall& call, Stream stream);
 
   // As kvm_cuda_batch_get_pages and kvm_cuda_batch_get_indices.
   Result<PagesPlace> pages(uint32_t layer, uint32_t head_class) const;
@@ -162,6 +164,8 @@ class Batch {
 
   Status check_items(std::span<const BatchItem> items);
   Status check_current();
+  // Null: the place is empty. Fails: INVALID.
+  Result<const DeviceSequence*> sequence_at(uint32_t item) const;
   void forget_device();
   void undo_update();
   Status enqueue_update(std::span<const BatchItem> items, Stream stream);
@@ -176,9 +180,6 @@ class Batch {
   Message message_in(const Slot& slot) const { return {slot.data, max_runs_, max_words_}; }
   Status send(const Slot& slot, const Message& message, Stream stream);
   attention::gpu::PagePool pool_of(const Kind& kind, uint32_t layer) const;
-  Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows,
-                      uint64_t n_heads, uint64_t dim, uint64_t alignment, uint64_t* stride_row,
-                      uint64_t* stride_head) const;
   Status check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_heads, uint64_t row,
                       uint64_t head) const;
   Status check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const;

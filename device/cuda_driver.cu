@@ -50,6 +50,14 @@ class CudaDriver final : public CudaMemory<Driver> {
     const Launching current(context_);
     return check("append kernel", launch_append(stored, params, n_tokens, runtime(stream)));
   }
+  Status read(CodecId stored, const ReadParams& params, uint32_t n_blocks, Stream stream) override {
+    const Launching current(context_);
+    return check("read kernel", launch_read(stored, params, n_blocks, runtime(stream)));
+  }
+  Status merge_states(const StatesParams& params, uint32_t n_blocks, Stream stream) override {
+    const Launching current(context_);
+    return check("merge_states kernel", launch_merge_states(params, n_blocks, runtime(stream)));
+  }
   Status scatter(const ScatterParams& params, Stream stream) override {
     const Launching current(context_);
     return check("scatter kernel", launch_scatter(params, runtime(stream)));

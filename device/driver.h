@@ -120,6 +120,11 @@ class Driver : public SharingDriver {
                        Stream stream) = 0;
   virtual Status append(CodecId stored, const attention::gpu::AppendParams& params,
                         uint32_t n_tokens, Stream stream) = 0;
+  // Tensors may lie in registered memory of the host, too; n_blocks may be any.
+  virtual Status read(CodecId stored, const attention::gpu::ReadParams& params, uint32_t n_blocks,
+                      Stream stream) = 0;
+  virtual Status merge_states(const attention::gpu::StatesParams& params, uint32_t n_blocks,
+                              Stream stream) = 0;
   virtual Status scatter(const attention::gpu::ScatterParams& params, Stream stream) = 0;
   virtual Status move(const attention::gpu::MoveParams& params, Stream stream) = 0;
 };

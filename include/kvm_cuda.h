@@ -34,8 +34,8 @@
  *    been enqueued: an update that finds no other page waits until then.
  *  - Everything that the device has read or written by the time of kvm_client_close must have been
  *    waited for by the caller (cudaStreamSynchronize); it waits for its own copies.
- *  - While a stream of the device is being captured, call kvm_cuda_append and kvm_cuda_attend only:
- *    others may wait for the device, which CUDA does not allow then.
+ *  - While a stream of the device is being captured, call kvm_cuda_append, kvm_cuda_attend and
+ *    kvm_cuda_merge only: others may wait for the device, which CUDA does not allow then.
  *
  * What a captured graph may assume
  *
@@ -59,7 +59,7 @@
  * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
  * dims other than 64, 128, 256 and, but in pages of int4, 80, 96 and 192, groups of more than 16 q
  * heads, retentions FOLD and HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and
- * arenas, and what needs a queue: reading K and V back, observations.
+ * arenas, and what needs a queue: kvm_read (here kvm_cuda_read), observations.
  * KVM_SPACE_V_IN_K is there for multi-head latent attention: head_dim_k 576, head_dim_v 512, pages
  * of fp16 and bf16, groups of up to 128 q heads.
  *
@@ -254,6 +254,84 @@ typedef struct kvm_cuda_attend_params {
  * Fails: as kvm_cuda_append, and PARTIAL never: update said so. */
 KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_params *params,
                                    kvm_cuda_stream stream);
+
+/* ============================================================================================
+ * Beside tokens that are attended to elsewhere
+ * ============================================================================================
+ *
+ * Where the middle of a long context lies in host memory, in a sequence of kvm.h with an index, and
+ * CPUs answer for it (exactly, or by a sample), the device answers for the rest, and the two
+ * states are merged. With SINKS_RECENT of n_sinks S and n_recent R on the device, and n tokens
+ * after an update, its query rows, which are the last ones, see
+ *
+ *    row at position p, n - n_query <= p < n:   [0, S) and (p - R, p]
+ *
+ * by the token, though memory is freed by the page. The other side has the complement if its
+ * sequence holds the tokens [S, n - R), from its position 0 on, and is asked with as many query
+ * rows at KVM_POSITION_END: its last row sees all n - R - S of them, the one before it all but
+ * the last, which that row of the device still sees, and so on.
+ * (That takes n_query <= n - R - S, and keys that carry their positions, as kvm.h has them in
+ * ABSOLUTE. While n <= S + R there is nothing for the other side. Of a tree, rows see each other on
+ * the device alone: no word of it goes to the other side.)
+ *
+ * So with each update that appends a tokens, the tokens [n - a - R, n - R), less the first S, cross
+ * over. Between the appends of an update and the next update these are all still there
+ *  - where the update has appended them, as those of a prompt in one update;
+ *  - where a is at most the policy's `slack`, whatever n_query is;
+ * and else can be read before the update, if it appends at most R: before it they are all seen.
+ * kvm_cuda_read gets them, and kvm_append gives them to the other side, in front of its attend. The
+ * way back is kvm_cuda_append. Rows of a prompt see, on the device, sinks and window as all rows
+ * do: the full attention of a prompt is computed before it is cut, by a kernel of the engine on its
+ * k and v, or in a sequence of another space that keeps all.
+ * examples/cuda/cuda_hybrid.c is the whole of it. */
+
+typedef struct kvm_cuda_read_params {
+  uint32_t struct_size;
+  uint32_t flags;    /* reserved, zero */
+  uint32_t item;     /* the sequence's place in the batch's last update */
+  uint32_t layer;    /* an ALIAS reads its target's rows */
+  uint64_t position; /* of the first token */
+  uint64_t n_tokens; /* 0: nothing happens */
+  kvm_tensor k;      /* [n_tokens][n_kv_heads][head_dim_k], F32, F16 or BF16; NONE: not wanted */
+  kvm_tensor v;      /* [n_tokens][n_kv_heads][head_dim_v], likewise; with KVM_SPACE_V_IN_K the
+                      * first channels of k */
+  uint64_t reserved[4];
+} kvm_cuda_read_params;
+
+/* Enqueues a copy of stored K and V of tokens [position, position + n_tokens) of an item of the
+ * last update, of all kv heads, as kvm_read gives them: converted to the tensors' dtypes, from I8,
+ * F8E4M3 and I4 rows by their scales. Tensors are KVM_BUFFER_DEVICE: device memory, or page-locked
+ * host memory at an address that kernels of the device can use (cudaHostAlloc; cudaHostRegister,
+ * the address that cudaHostGetDevicePointer gives). Addresses and strides are multiples of 16
+ * bytes; k and v may differ in dtypes and strides. Tokens whose append is not enqueued yet read as
+ * anything. Not to be captured.
+ * Fails: INVALID (geometry, an ABSENT layer, no such item, tokens beyond the sequence's, a tensor
+ *        that is too small, no update yet, a sequence that has changed since: one that is on the
+ *        host, which an update answers BUSY to, is not in the last), PARTIAL (a policy has dropped
+ *        the page of a token, for some head), UNSUPPORTED (the stream is being captured), DEVICE.
+ * Threads: as kvm_cuda_append. */
+KVM_API kvm_status kvm_cuda_read(kvm_cuda_batch *batch, const kvm_cuda_read_params *params,
+                                 kvm_cuda_stream stream);
+
+/* Enqueues kvm_merge on the device: states (o, lse) of the same query rows and heads over disjoint
+ * sets of tokens become that of all of them,
+ *
+ *    o = sum_i e^(lse_i - lse) o_i,   lse = ln sum_i e^lse_i
+ *
+ * (FlashInfer's merge_states). An empty state (lse = -inf) counts nothing, whatever its o holds,
+ * and empty states alone give o = 0, lse = -inf; what is not a number in another one shows.
+ * Sink logits count in every attend: of spaces that have them only one may attend a layer.
+ * Tensors are those of kvm_merge_params with buffers of KVM_BUFFER_DEVICE, in device memory or
+ * page-locked host memory as above: what CPUs have answered is read where they wrote it, if they
+ * have when the device comes to it. n_states is at most 8, n_rows at most 2^20, n_heads 1024; dim
+ * is a multiple of 8 up to 576. o may be F32, F16 or BF16, each its own. Sums are in fp32: o is
+ * within 2e-6 of the largest magnitude in a row, before it is rounded to its dtype, lse within 1e-5
+ * where it is up to 50. Addresses and strides of o and out_o are multiples of 16 bytes. out_o may
+ * be the memory of any of o with the same dtype and strides, out_lse likewise. May be captured: the
+ * addresses are fixed, what lies there is not.
+ * Fails: INVALID, UNSUPPORTED (not a client of kvm_cuda_open), DEVICE. Threads: any. */
+KVM_API kvm_status kvm_cuda_merge(kvm_client *client, const kvm_merge_params *params,
+                                  kvm_cuda_stream stream);
 
 /* ============================================================================================
  * Pages, for kernels of the engine

@@ -3,7 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include "attention/cuda/read_kernel.h"
 #include "attention/cuda/shapes.h"
+#include "attention/cuda/states_kernel.h"
 #include "attention/cuda/table_kernel.h"
 
 namespace kvm::attention::gpu {
@@ -86,6 +88,17 @@ __global__ void __launch_bounds__(kAppendThreads)
   append_thread<kElement>(params);
 }
 
+template <Element kElement>
+__global__ void __launch_bounds__(kReadThreads)
+    read_kernel(const __grid_constant__ ReadParams params) {
+  read_thread<kElement>(params);
+}
+
+__global__ void __launch_bounds__(kStatesThreads)
+    merge_states_kernel(const __grid_constant__ StatesParams params) {
+  merge_states_thread(params);
+}
+
 __global__ void __launch_bounds__(kScatterThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params) {
   scatter_thread(params);
@@ -132,11 +145,15 @@ cudaError_t attend_init() {
         });
       }
     }
-    visit_element(codec.id, [&]<class Tag>(Tag) { note(load(append_kernel<Tag::kElement>)); });
+    visit_element(codec.id, [&]<class Tag>(Tag) {
+      note(load(append_kernel<Tag::kElement>));
+      note(load(read_kernel<Tag::kElement>));
+    });
   }
   for (const uint32_t dim : kKeyDims) {
     visit_value_dim(value_dim(dim), [&]<class Tag>(Tag) { note(load(merge_kernel<Tag::kDim>)); });
   }
+  note(load(merge_states_kernel));
   note(load(scatter_kernel));
   note(load(move_kernel));
   return error;
@@ -219,6 +236,26 @@ cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_
     append_kernel<Tag::kElement><<<n_tokens, kAppendThreads, 0, stream>>>(params);
   });
   return known ? cudaGetLastError() : cudaErrorInvalidValue;
+}
+
+cudaError_t launch_read(CodecId codec, const ReadParams& params, uint32_t n_blocks,
+                        cudaStream_t stream) {
+  if (n_blocks == 0) {
+    return cudaSuccess;
+  }
+  const bool known = visit_element(codec, [&]<class Tag>(Tag) {
+    read_kernel<Tag::kElement><<<n_blocks, kReadThreads, 0, stream>>>(params);
+  });
+  return known ? cudaGetLastError() : cudaErrorInvalidValue;
+}
+
+cudaError_t launch_merge_states(const StatesParams& params, uint32_t n_blocks,
+                                cudaStream_t stream) {
+  if (n_blocks == 0) {
+    return cudaSuccess;
+  }
+  merge_states_kernel<<<n_blocks, kStatesThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_scatter(const ScatterParams& params, cudaStream_t stream) {

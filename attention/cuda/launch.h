@@ -43,6 +43,11 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
 // codec: of the pages.
 cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,
                           cudaStream_t stream);
+// n_blocks: they take tokens in turn.
+cudaError_t launch_read(CodecId codec, const ReadParams& params, uint32_t n_blocks,
+                        cudaStream_t stream);
+// n_blocks: their warps take rows in turn.
+cudaError_t launch_merge_states(const StatesParams& params, uint32_t n_blocks, cudaStream_t stream);
 cudaError_t launch_scatter(const ScatterParams& params, cudaStream_t stream);
 cudaError_t launch_move(const MoveParams& params, cudaStream_t stream);
 

@@ -294,6 +294,51 @@ struct AppendParams {
   uint32_t dim = 0;                     // a multiple of 8
 };
 
+// A RowTensor is rows of the caller's: element (token, head, channel) at token * stride_token +
+// head * stride_head + channel, in elements. In device memory, or in host memory that kernels can
+// address.
+struct RowTensor {
+  void* data = nullptr;  // null: not wanted, and no channels
+  int64_t stride_token = 0;
+  int64_t stride_head = 0;
+  Dtype dtype = Dtype::kF32;
+  uint32_t dim = 0;  // channels, a multiple of 8
+};
+
+// Tokens of one sequence, list tokens [first, first + n_tokens), of all head classes of a layer.
+struct ReadParams {
+  PagePool pool;
+  const uint32_t* page_table = nullptr;
+  uint64_t tables[kMaxClasses] = {};  // [page class] index of the list's first entry
+  uint32_t n_classes = 0;
+  uint32_t first = 0;
+  uint32_t n_tokens = 0;
+  uint32_t dim = 0;  // channels of a stored row of K, a multiple of 8
+  RowTensor k;       // row i is of token i
+  RowTensor v;       // where V is in K, its first channels
+};
+
+// LIMIT: states that one launch merges, one for each lane of a warp at most; sinks and recent
+// tokens, the middle, and a shared prefix are three.
+inline constexpr uint32_t kMaxStates = 8;
+
+// Rows that a block of their kernel has at once, one for each warp.
+inline constexpr uint32_t kStatesWarps = 4;
+
+// States of rows and heads over different tokens: o [state] of [row][head][dim], any dtype; lse
+// [state] of [row][head], fp32, natural logarithm. The results may be in the place of a state's,
+// with its dtype and strides.
+struct StatesParams {
+  RowTensor o[kMaxStates];
+  RowTensor lse[kMaxStates];
+  RowTensor out_o;
+  RowTensor out_lse;  // data null: not wanted
+  uint32_t n_states = 0;
+  uint32_t n_rows = 0;
+  uint32_t n_heads = 0;
+  uint32_t dim = 0;  // of o, a multiple of 8
+};
+
 // LIMIT: words of a WordRun, which is a block's work.
 inline constexpr uint32_t kMaxRunWords = 1024;
 
@@ -325,7 +370,8 @@ struct MoveParams {
 
 // Parameters travel in constant memory, 4 KiB on every architecture.
 static_assert(sizeof(DecodeParams) <= 4096 && sizeof(AppendParams) <= 4096 &&
-              sizeof(MoveParams) <= 4096);
+              sizeof(MoveParams) <= 4096 && sizeof(ReadParams) <= 4096 &&
+              sizeof(StatesParams) <= 4096);
 
 }  // namespace kvm::attention::gpu
 

@@ -95,6 +95,7 @@ int run_bench(const Args& args);
 int run_sweep(const Args& args);
 int run_copies(const Args& args);
 int run_gather(const Args& args);
+int run_rows(const Args& args);
 int run_ipc(const Args& args);
 int run_engine(const Args& args);
 int run_server(const Args& args);

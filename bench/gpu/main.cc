@@ -16,6 +16,7 @@ constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
   sweep     other tiles, stages and residencies of the decode kernel (U4)
   copies    between host and device, by size of the pieces (U5)
   gather    rows of host memory read by a kernel, by row size and blocks (U5)
+  rows      rows of pages read back into host memory, and states merged that lie there (U10)
   ipc       two processes: time slices, memory by file descriptor and by handle, death of either
             side, registered memory, flags (U6 to U9)
   engine    sequences in device memory: steps, forks, graphs, moves, against fp64 arithmetic; what
@@ -25,7 +26,7 @@ constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
   kernels   the compiled shapes and their shared memory; needs no device
 
 Writes a line of JSON per figure: {"bar", "case", "unit", "measured", "ceiling", "limit", "pass"}
-for what has a bar, {"probe", "case", "unit", "measured"} for the rest; U1 to U9 above are names of
+for what has a bar, {"probe", "case", "unit", "measured"} for the rest; U1 to U10 above are names of
 probes. --quick takes fewer cases and repeats, --max-gib the device memory that may be used (60).
 Exit status: 0; 1 when a bar is missed or a result is wrong; 2 on a CUDA error or wrong usage; 77
 without a device.
@@ -42,7 +43,7 @@ int run(const kvm::bench::gpu::Args& args) {
   const std::string& c = args.command;
   const bool all = c == "all";
   if (!all && c != "caps" && c != "verify" && c != "bench" && c != "sweep" && c != "copies" &&
-      c != "gather" && c != "ipc" && c != "engine" && c != "server") {
+      c != "gather" && c != "rows" && c != "ipc" && c != "engine" && c != "server") {
     std::fprintf(stderr, "kvm_gpu_check: no command is called '%s'; --help lists them\n",
                  c.c_str());
     return 2;
@@ -68,6 +69,9 @@ int run(const kvm::bench::gpu::Args& args) {
   }
   if (all || c == "gather") {
     status |= run_gather(args);
+  }
+  if (all || c == "rows") {
+    status |= run_rows(args);
   }
   if (all || c == "ipc") {
     status |= run_ipc(args);

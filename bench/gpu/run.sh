@@ -62,7 +62,8 @@ if ((code == 77)); then
   exit 77
 fi
 ((code == 0)) || status=1
-for part in verify:120 engine:150 bench:200 gather:90 copies:90 ipc:120 server:90 sweep:90; do
+for part in verify:120 engine:150 bench:200 gather:90 rows:30 copies:90 ipc:120 server:90 \
+  sweep:90; do
   take "$out/all.jsonl" "${part%:*}" "${part#*:}" "$check" "${part%:*}" "$@" || status=1
 done
 if command -v compute-sanitizer >/dev/null; then

@@ -7,6 +7,7 @@
 #include "attention/cuda/launch.h"
 #include "bench/gpu/device.h"
 #include "tests/gpu/cases.h"
+#include "tests/gpu/row_cases.h"
 
 namespace kvm::bench::gpu {
 namespace {
@@ -16,10 +17,15 @@ using attention::gpu::DecodeKernel;
 using attention::gpu::DecodeParams;
 using attention::gpu::DecodePlan;
 using attention::gpu::MergeParams;
+using attention::gpu::ReadParams;
 using attention::gpu::testing::AppendCase;
 using attention::gpu::testing::AppendSpec;
 using attention::gpu::testing::Case;
 using attention::gpu::testing::CaseSpec;
+using attention::gpu::testing::ReadCase;
+using attention::gpu::testing::ReadSpec;
+using attention::gpu::testing::StatesCase;
+using attention::gpu::testing::StatesSpec;
 
 // An Uploaded holds on the device what a case points to.
 struct Uploaded {
@@ -104,6 +110,38 @@ bool verify_append(const AppendSpec& spec, uint64_t seed) {
   return print_bar({"verify append", one.name(), "wrong", one.right() ? 0.0 : 1.0, 0, 0, false});
 }
 
+bool verify_read(const ReadSpec& spec, uint64_t seed) {
+  ReadCase one(spec, seed);
+  ReadParams params = one.params();
+  Uploaded on;
+  params.pool.segments[attention::gpu::testing::kAppendSegment] =
+      on.add(one.pages.pages.data(), one.pages.pages.size());
+  params.pool.heads = on.add(one.pages.heads);
+  params.page_table = on.add(one.page_table);
+  uint8_t* const k = on.add(one.k.data(), one.k.size());
+  uint8_t* const v = on.add(one.v.data(), one.v.size());
+  params.k.data = params.k.data == nullptr ? nullptr : k;
+  params.v.data = params.v.data == nullptr ? nullptr : v;
+  check(launch_read(spec.from, params, params.n_tokens / 2 + 1, nullptr), "read kernel");
+  check(cudaDeviceSynchronize(), "read kernel");
+  download(one.k.data(), k, one.k.size());
+  download(one.v.data(), v, one.v.size());
+  return print_bar({"verify read", one.name(), "wrong", one.right() ? 0.0 : 1.0, 0, 0, false});
+}
+
+bool verify_states(const StatesSpec& spec, uint64_t seed) {
+  StatesCase one(spec, seed);
+  Uploaded on;
+  uint8_t* const arena = on.add(one.arena.data(), one.arena.size());
+  check(launch_merge_states(one.params(arena), spec.n_rows * spec.n_heads / 8 + 1, nullptr),
+        "merge_states kernel");
+  check(cudaDeviceSynchronize(), "merge_states kernel");
+  download(one.arena.data(), arena, one.arena.size());
+  const StatesCase::Errors errors = one.errors();
+  print_bar({"verify states", one.name(), "o", errors.o, 0, errors.bound_o, false});
+  return print_bar({"verify states", one.name(), "lse", errors.lse, 0, 1e-5, false}) && errors.ok();
+}
+
 }  // namespace
 
 int run_verify(const Args& args) {
@@ -116,6 +154,12 @@ int run_verify(const Args& args) {
     }
     for (const AppendSpec& spec : attention::gpu::testing::all_appends()) {
       right = verify_append(spec, seed) && right;
+    }
+    for (const ReadSpec& spec : attention::gpu::testing::all_reads()) {
+      right = verify_read(spec, seed) && right;
+    }
+    for (const StatesSpec& spec : attention::gpu::testing::all_states()) {
+      right = verify_states(spec, seed) && right;
     }
   }
   print_fact("verify", "all", right ? "right" : "WRONG");

@@ -37,6 +37,7 @@ PREFILL = re.compile(r"prefill_kernel\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj\d+ELj(\d
 MLA = re.compile(r"decode_kernel\S*MlaShape\S*ElementE(\d)ELj(\d+)ELj(\d+)ELj(\d+)E")
 MERGE = re.compile(r"merge_kernelILj(\d+)E")
 APPEND = re.compile(r"append_kernelIL\S*ElementE(\d)E")
+READ = re.compile(r"read_kernelIL\S*ElementE(\d)E")
 ELEMENT = {"0": "bf16", "1": "fp16", "2": "int8", "3": "fp8", "4": "int4"}
 ELEMENT_BITS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "int4": 4}
 
@@ -53,10 +54,13 @@ def kernel_name(symbol):
         return f"decode_{ELEMENT[element]}_d{sass.MLA_DIM}_rows{16 * int(row_tiles)}"
     if match := MERGE.search(symbol):
         return f"merge_d{match.group(1)}"
-    if "scatter_kernel" in symbol or "move_kernel" in symbol:
-        return "scatter" if "scatter_kernel" in symbol else "move"
+    for name in ("scatter", "move", "merge_states"):
+        if f"{name}_kernel" in symbol:
+            return name
     if match := APPEND.search(symbol):
         return f"append_{ELEMENT[match.group(1)]}"
+    if match := READ.search(symbol):
+        return f"read_{ELEMENT[match.group(1)]}"
     return None
 
 

@@ -1432,7 +1432,7 @@ AppendCase::AppendCase(const AppendSpec& spec, uint64_t seed) : spec_(spec) {
   // Two classes: heads 2 and 0, and head 1.
   heads = {2, 0, 1};
   const auto row_bytes = static_cast<uint32_t>(codecs::codec_of(spec_.to).row_bytes(spec_.dim));
-  pages = Bytes(size_t{kAppendPages} * 2 * spec_.page_tokens * 2 * (row_bytes + 16));
+  pages = Bytes(size_t{kAppendPages} * 2 * spec_.page_tokens * 2 * (row_bytes + 24));
   for (uint32_t c = 0; c < 2; ++c) {
     PageClass& of = classes_[c];
     of.n_heads = c == 0 ? 2 : 1;

@@ -4,6 +4,7 @@
 #ifndef KVM_TESTS_GPU_CASES_H_
 #define KVM_TESTS_GPU_CASES_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -184,6 +185,8 @@ class AppendCase {
   std::vector<std::span<uint8_t>> memory();
   // Whether all pages are as they should be, with what nobody appended to as it was.
   bool right() const;
+  // Makes the pages what an append should make of them.
+  void fill() { std::copy(expected_.begin(), expected_.end(), pages.data()); }
 
   Bytes k, v, pages;
   std::vector<uint16_t> heads;

@@ -16,10 +16,13 @@
 #include <string_view>
 
 #include "attention/cuda/emulator.h"
+#include "attention/cuda/read_kernel.h"
 #include "attention/cuda/shapes.h"
+#include "attention/cuda/states_kernel.h"
 #include "attention/cuda/table_kernel.h"
 #include "base/splitmix.h"
 #include "tests/gpu/cases.h"
+#include "tests/gpu/row_cases.h"
 
 // Which parts are compiled, as bits: 1 decode kernels of 16-bit rows, 2 of narrower ones, 4 prefill
 // kernels, 8 MLA kernels, 16 the kernels that do not attend.
@@ -55,6 +58,8 @@ class Suite {
   void attend(const CaseSpec& spec, const char* shape_name);
   void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty, bool sinks = false);
   void append(const AppendSpec& spec);
+  void read(const ReadSpec& spec);
+  void merge_states(const StatesSpec& spec);
   void scatter(uint32_t n_runs, uint32_t n_words);
   void move(uint32_t n_pages, uint64_t page_bytes, bool pack);
 
@@ -252,6 +257,29 @@ void Suite::append(const AppendSpec& spec) {
   conclude(one.name(), one.right(), 0, 0);
 }
 
+// Reads rows of pages back into tensors.
+void Suite::read(const ReadSpec& spec) {
+  ReadCase one(spec, seed_);
+  const ReadParams params = one.params();
+  // Fewer blocks than tokens.
+  launch("read", params.n_tokens / 2 + 1, kReadThreads, 0, one.memory(), [&] {
+    visit_element(spec.from, [&]<class Tag>(Tag) { read_thread<Tag::kElement>(params); });
+  });
+  conclude(one.name(), one.right(), 0, 0);
+}
+
+// Merges states of several sources.
+void Suite::merge_states(const StatesSpec& spec) {
+  StatesCase one(spec, seed_);
+  const StatesParams params = one.params(one.arena.data());
+  const std::vector<std::span<uint8_t>> memory = {{one.arena.data(), one.arena.size()}};
+  // Fewer warps than rows.
+  launch("merge_states", spec.n_rows * spec.n_heads / 8 + 1, kStatesThreads, 0, memory,
+         [&] { merge_states_thread(params); });
+  const StatesCase::Errors errors = one.errors();
+  conclude(one.name(), errors.ok(), errors.o, errors.lse);
+}
+
 // Runs of 1 to n_words words with gaps of a word between them: aligned in both places, in one, in
 // none.
 void Suite::scatter(uint32_t n_runs, uint32_t n_words) {
@@ -354,7 +382,7 @@ void run_attention(Suite* suite) {
   }
 }
 
-// Merges, appends, tables and moves.
+// Merges, appends, reads, tables and moves.
 void run_others(Suite* suite) {
   for (const uint32_t key_dim : kKeyDims) {
     const uint32_t dim = value_dim(key_dim);
@@ -367,6 +395,12 @@ void run_others(Suite* suite) {
   }
   for (const AppendSpec& spec : all_appends()) {
     suite->append(spec);
+  }
+  for (const ReadSpec& spec : all_reads()) {
+    suite->read(spec);
+  }
+  for (const StatesSpec& spec : all_states()) {
+    suite->merge_states(spec);
   }
   suite->scatter(1, 1);
   suite->scatter(40, kMaxRunWords);

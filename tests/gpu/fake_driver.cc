@@ -13,7 +13,9 @@
 #include <utility>
 
 #include "attention/cuda/emulator.h"
+#include "attention/cuda/read_kernel.h"
 #include "attention/cuda/shapes.h"
+#include "attention/cuda/states_kernel.h"
 #include "attention/cuda/table_kernel.h"
 #include "base/dtype.h"
 #include "base/round.h"
@@ -626,13 +628,18 @@ Status FakeDriver::wait_word(const uint64_t* word, uint64_t value, Stream stream
 
 void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
                             uint32_t shared_bytes, const std::function<void()>& kernel,
-                            bool begins_early) {
+                            bool begins_early, Reach reach) {
   std::vector<emulator::Range> ranges;
   for (const auto& [at, size] : live_) {
     if (!ranges.empty() &&
         static_cast<const uint8_t*>(ranges.back().data) + ranges.back().size_bytes == at) {
       ranges.back().size_bytes += size;
     } else {
+      ranges.push_back({at, size});
+    }
+  }
+  if (reach == Reach::kDeviceAndHost) {
+    for (const auto& [at, size] : registered_) {
       ranges.push_back({at, size});
     }
   }
@@ -695,6 +702,32 @@ Status FakeDriver::append(CodecId stored, const AppendParams& params, uint32_t n
     run_kernel("append", n_tokens, kAppendThreads, 0, [&params, stored] {
       visit_element(stored, [&params]<class Tag>(Tag) { append_thread<Tag::kElement>(params); });
     });
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::read(CodecId stored, const ReadParams& params, uint32_t n_blocks,
+                        Stream stream) {
+  const std::lock_guard lock(mutex_);
+  KVM_TRY(begin(Operation::kLaunch, "read"));
+  enqueue(stream, [this, stored, params, n_blocks] {
+    run_kernel(
+        "read", n_blocks, kReadThreads, 0,
+        [&params, stored] {
+          visit_element(stored, [&params]<class Tag>(Tag) { read_thread<Tag::kElement>(params); });
+        },
+        false, Reach::kDeviceAndHost);
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::merge_states(const StatesParams& params, uint32_t n_blocks, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  KVM_TRY(begin(Operation::kLaunch, "merge_states"));
+  enqueue(stream, [this, params, n_blocks] {
+    run_kernel(
+        "merge_states", n_blocks, kStatesThreads, 0, [&params] { merge_states_thread(params); },
+        false, Reach::kDeviceAndHost);
   });
   return Status::ok();
 }

@@ -138,6 +138,10 @@ class FakeDriver final : public Driver {
                Stream stream) override;
   Status append(CodecId stored, const attention::gpu::AppendParams& params, uint32_t n_tokens,
                 Stream stream) override;
+  Status read(CodecId stored, const attention::gpu::ReadParams& params, uint32_t n_blocks,
+              Stream stream) override;
+  Status merge_states(const attention::gpu::StatesParams& params, uint32_t n_blocks,
+                      Stream stream) override;
   Status scatter(const attention::gpu::ScatterParams& params, Stream stream) override;
   Status move(const attention::gpu::MoveParams& params, Stream stream) override;
 
@@ -175,9 +179,12 @@ class FakeDriver final : public Driver {
   void complain(const std::string& what);
   bool is_device(const void* at, uint64_t size_bytes) const;
   bool is_host(const void* at, uint64_t size_bytes) const;
+  // What kernels may touch.
+  enum class Reach { kDevice, kDeviceAndHost };
   // begins_early: it may, and has to wait for the kernel before.
   void run_kernel(const char* name, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
-                  const std::function<void()>& kernel, bool begins_early = false);
+                  const std::function<void()>& kernel, bool begins_early = false,
+                  Reach reach = Reach::kDevice);
   void plain_decode(const attention::gpu::DecodeKernel& kernel,
                     const attention::gpu::DecodeParams& p, uint32_t n_blocks);
   // Counts the sink of a row, whose sums are relative to e^*top.

@@ -27,6 +27,7 @@ DECODE, PREFILL, MLA, TILES, ROWS, CODES, LOGITS, SHAPES, MERGE, APPEND, PAGES, 
     ("decode_kernel.h", "prefill_kernel.h", "mla_kernel.h", "tiles.h", "warp_rows.h",
      "code_rows.h", "logits.h", "shapes.h", "merge_kernel.h", "append_kernel.h", "pages.h",
      "plan.cc", "table_kernel.h"))
+READ, STATES = (CUDA + name for name in ("read_kernel.h", "states_kernel.h"))
 
 # Class, file, what is there, what is planted.
 BUGS = [
@@ -400,12 +401,46 @@ BUGS = [
     ("sinks", MLA, "sum * factor + exp2_fast(sink - base)", "sum * factor"),
     ("page lookup", APPEND, "if (of.v_offset_bytes != 0) {", "{"),
     ("plan", PLAN, "begin += take;", "begin += take + (begin == 0 ? kCutTokens : 0);"),
+    # Rows read back, and states from elsewhere.
+    ("page lookup", READ, "p.page_table + p.tables[c] + page", "p.page_table + p.tables[0] + page"),
+    ("page lookup", READ, "const uint32_t list = p.first + token;", "const uint32_t list = token;"),
+    ("page lookup", READ, "list - page * p.pool.page_tokens.divisor;", "list % 64;"),
+    ("page lookup", READ, " + (is_v ? of.v_offset_bytes : 0);", ";"),
+    ("page lookup", READ, "static_cast<uint64_t>(head) * of.head_stride_bytes",
+     "static_cast<uint64_t>(kv_head) * of.head_stride_bytes"),
+    ("counts", READ, "token += block_count()", "token += p.n_tokens"),
+    ("counts", READ, "const uint32_t row_chunks = tensor.dim / 8;",
+     "const uint32_t row_chunks = p.dim / 8;"),
+    ("scales", READ, "(is_v ? of.v_scales_offset_bytes : 0) + row", "row"),
+    ("scales", READ, "head * p.pool.page_tokens.divisor * params_bytes", "head * params_bytes"),
+    ("steps", READ, "params + chunk / 8 * 4", "params"),
+    ("steps", READ, "* scale + zero;", "* scale;"),
+    ("steps", READ, "float_from_bits(steps << 16)", "float_from_bits(steps & 0xffff0000u)"),
+    ("byte order", READ, "halves[i / 4][i / 2 % 2]", "halves[i / 4][i % 2]"),
+    ("byte order", READ, "pack<Element::kF16>(x[2 * i], x[2 * i + 1])",
+     "pack<Element::kF16>(x[2 * i + 1], x[2 * i])"),
+    ("rounding", READ, "tensor.dtype == (kElement == Element::kBf16 ? Dtype::kBf16 : Dtype::kF16)",
+     "tensor.dtype != Dtype::kF32"),
+    ("merge weights", STATES, "(lse_i - top) * kLog2E", "(lse_i - top)"),
+    ("merge weights", STATES, "if (lse_i == minus_infinity()) {", "if (false) {"),
+    ("merge weights", STATES, "log2_fast(total) * kLn2", "log2_fast(total)"),
+    ("merge weights", STATES, "total != 0.0f ? 1.0f / total : 0.0f", "1.0f / total"),
+    ("merge weights", STATES, "    total = 0.0f;\n", ""),
+    ("merge weights", STATES, "lane_id() < p.n_states", "lane_id() < 2"),
+    ("counts", STATES, "i += step)", "i += block_count())"),
+    ("counts", STATES, "first += 128", "first += 256"),
+    ("counts", STATES, "if (channel < p.dim) {\n        const", "{\n        const"),
+    ("byte order", STATES, "unpack<Element::kF16>(raw.x, 0), unpack<Element::kF16>(raw.x, 1)",
+     "unpack<Element::kF16>(raw.x, 1), unpack<Element::kF16>(raw.x, 0)"),
+    ("queries", STATES, "return row * tensor.stride_token + head * tensor.stride_head;",
+     "return head * tensor.stride_token + row * tensor.stride_head;"),
 ]
 
 # What the suite consists of; each file is compiled again only where a mistake is in its reach.
 SUITE = "tests/gpu/emulator_suite.cc"
-OTHERS = [CUDA + "emulator.cc", "base/fiber.cc", PLAN, "tests/gpu/cases.cc", "base/assert.cc",
-          "codecs/float8.cc", "codecs/int8.cc", "codecs/low_bits.cc", "base/cpu_features.cc"]
+OTHERS = [CUDA + "emulator.cc", "base/fiber.cc", PLAN, "tests/gpu/cases.cc",
+          "tests/gpu/row_cases.cc", "base/assert.cc", "codecs/float8.cc", "codecs/int8.cc",
+          "codecs/low_bits.cc", "base/cpu_features.cc"]
 if platform.machine() == "x86_64":
     OTHERS.append("codecs/low_bits_avx2.cc")
 TIMEOUT_S = 120
@@ -414,7 +449,8 @@ TIMEOUT_S = 120
 WIDE, NARROW, PREFILLS, MLAS, NO_ATTENTION = PARTS = (1, 2, 4, 8, 16)
 FIRST_FOR_KIND = {"steps": NARROW, "scales": NARROW}
 FIRST_FOR_FILE = {CODES: NARROW, ROWS: NARROW, LOGITS: PREFILLS, PREFILL: PREFILLS, MLA: MLAS,
-                  APPEND: NO_ATTENTION, TABLE: NO_ATTENTION, MERGE: NO_ATTENTION}
+                  APPEND: NO_ATTENTION, TABLE: NO_ATTENTION, MERGE: NO_ATTENTION,
+                  READ: NO_ATTENTION, STATES: NO_ATTENTION}
 
 
 def parts_for(bug):

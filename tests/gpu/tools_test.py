@@ -222,11 +222,12 @@ class Run(unittest.TestCase):
         result = self.run_all("out", seconds="4")
         self.assertEqual(result.returncode, 1)
         names = [line["bar"] for line in self.parts("out")]
-        self.assertEqual(names, ["caps", "verify", "engine", "bench", "gather", "copies"])
+        self.assertEqual(names, ["caps", "verify", "engine", "bench", "gather", "rows",
+                                 "copies"])
         self.assertIn("copies: cut off", result.stdout)
         self.assertIn("ipc: left out", result.stdout)
         self.assertIn("bench: status 2", result.stdout)
-        self.assertIn("bars met: 6", result.stdout)
+        self.assertIn("bars met: 7", result.stdout)
 
     def test_without_a_gpu(self):
         with open(self.path("kvm_gpu_check.nogpu"), "w", encoding="utf-8"):

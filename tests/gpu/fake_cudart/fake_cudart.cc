@@ -27,6 +27,10 @@ const bool at_end = [] {
   return true;
 }();
 
+cudaError_t result_of(const kvm::Status& status) {
+  return status.is_ok() ? cudaSuccess : cudaErrorUnknown;
+}
+
 }  // namespace
 
 const char* cudaGetErrorString(cudaError_t) { return "an error of the fake driver"; }
@@ -40,6 +44,20 @@ cudaError_t cudaMalloc(void** out, size_t size) {
 cudaError_t cudaFree(void* memory) {
   last_driver->settle();
   last_driver->free(static_cast<uint8_t*>(memory));
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostAlloc(void** out, size_t size, unsigned) {
+  constexpr size_t kPage = 4096;
+  const size_t rounded = (size + kPage - 1) / kPage * kPage;
+  *out = std::aligned_alloc(kPage, rounded);
+  return *out == nullptr ? cudaErrorUnknown : result_of(last_driver->register_host(*out, rounded));
+}
+
+cudaError_t cudaFreeHost(void* memory) {
+  last_driver->settle();
+  last_driver->unregister_host(memory);
+  std::free(memory);
   return cudaSuccess;
 }
 
@@ -63,6 +81,25 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
   last_driver->settle();
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned) {
+  auto event = last_driver->create_event();
+  *out = event.is_ok() ? event.value() : nullptr;
+  return event.is_ok() ? cudaSuccess : cudaErrorUnknown;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return result_of(last_driver->record(event, stream));
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  return result_of(last_driver->synchronize(event));
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  last_driver->destroy_event(event);
   return cudaSuccess;
 }
 

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/device_tensor.h"
+
+#include <string>
+#include <utility>
+
+namespace kvm::device {
+
+namespace {
+
+std::string number(uint64_t n) { return std::to_string(n); }
+Status invalid(std::string sentence) { return Status(KVM_ERR_INVALID, std::move(sentence)); }
+
+}  // namespace
+
+Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows, uint64_t n_heads,
+                    uint64_t dim, uint64_t alignment, uint64_t* stride_row, uint64_t* stride_head) {
+  const uint64_t element = dtype_size_bytes(tensor.dtype);
+  *stride_head = tensor.stride_head != 0 ? tensor.stride_head : dim;
+  *stride_row = tensor.stride_row != 0 ? tensor.stride_row : n_heads * *stride_head;
+  constexpr uint64_t kMostStride = uint64_t{1} << 40;
+  if (*stride_head > kMostStride || *stride_row > kMostStride) {
+    return invalid(std::string(name) + ": strides of " + number(*stride_row) + " and " +
+                   number(*stride_head) + " elements");
+  }
+  if (reinterpret_cast<uintptr_t>(tensor.data) % alignment != 0 ||
+      *stride_row * element % alignment != 0 || *stride_head * element % alignment != 0) {
+    return invalid(std::string(name) + ": its address, and strides of " + number(*stride_row) +
+                   " and " + number(*stride_head) + " elements, must be multiples of " +
+                   number(alignment) + " bytes");
+  }
+  // Below it, sums and bytes of them do not overflow.
+  constexpr uint64_t kMostElements = uint64_t{1} << 60;
+  if (n_rows != 0 && n_rows - 1 > kMostElements / *stride_row) {
+    return invalid(std::string(name) + ": " + number(n_rows) + " rows that are " +
+                   number(*stride_row) + " elements apart");
+  }
+  const uint64_t last =
+      n_rows == 0 ? 0 : (n_rows - 1) * *stride_row + (n_heads - 1) * *stride_head + dim;
+  if (last * element > tensor.size_bytes) {
+    return invalid(std::string(name) + ": " + number(n_rows) + " rows reach to byte " +
+                   number(last * element) + " of " + number(tensor.size_bytes));
+  }
+  return Status::ok();
+}
+
+Result<attention::gpu::RowTensor> row_tensor(const char* name, const DeviceTensor& tensor,
+                                             uint64_t n_rows, uint64_t n_heads, uint32_t dim,
+                                             uint64_t alignment) {
+  if (tensor.data == nullptr) {
+    return attention::gpu::RowTensor{};
+  }
+  uint64_t row = 0, head = 0;
+  KVM_TRY(check_tensor(name, tensor, n_rows, n_heads, dim, alignment, &row, &head));
+  return attention::gpu::RowTensor{tensor.data, static_cast<int64_t>(row),
+                                   static_cast<int64_t>(head), tensor.dtype, dim};
+}
+
+}  // namespace kvm::device

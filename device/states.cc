@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/states.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <utility>
+
+#include "attention/cuda/params.h"
+#include "base/limits.h"
+#include "base/round.h"
+
+namespace kvm::device {
+
+namespace {
+
+using attention::gpu::kMaxStates;
+using attention::gpu::kStatesWarps;
+using attention::gpu::RowTensor;
+using attention::gpu::StatesParams;
+
+// LIMIT: rows and heads of what an attend answers.
+constexpr uint32_t kMaxStateRows = 1u << 20;
+constexpr uint32_t kBlocksPerSm = 16;
+
+Status check_range(const char* name, uint64_t value, uint64_t most) {
+  return value != 0 && value <= most
+             ? Status::ok()
+             : Status(KVM_ERR_INVALID, std::string(name) + " is " + std::to_string(value) +
+                                           "; allowed are 1 to " + std::to_string(most));
+}
+
+Result<RowTensor> lse_tensor(const char* name, const DeviceTensor& lse, const StatesCall& call) {
+  if (lse.data != nullptr && lse.dtype != Dtype::kF32) {
+    return Status(KVM_ERR_INVALID, std::string(name) + " is not F32");
+  }
+  return row_tensor(name, lse, call.n_rows, call.n_heads, 1, sizeof(float));
+}
+
+}  // namespace
+
+Status merge_states(Driver* driver, const StatesCall& call, Stream stream) {
+  KVM_TRY(check_range("n_states", call.o.size(), kMaxStates));
+  KVM_TRY(check_range("n_rows", call.n_rows, kMaxStateRows));
+  KVM_TRY(check_range("n_heads", call.n_heads, kMaxQHeads));
+  if (call.dim == 0 || call.dim > kMaxHeadDim || call.dim % kMinHeadDim != 0) {
+    return Status(KVM_ERR_INVALID, "dim is " + std::to_string(call.dim) +
+                                       "; allowed are multiples of " + std::to_string(kMinHeadDim) +
+                                       " up to " + std::to_string(kMaxHeadDim));
+  }
+  StatesParams params;
+  params.n_states = static_cast<uint32_t>(call.o.size());
+  params.n_rows = call.n_rows;
+  params.n_heads = call.n_heads;
+  params.dim = call.dim;
+  for (uint32_t i = 0; i < params.n_states; ++i) {
+    char name[16];
+    std::snprintf(name, sizeof name, "o[%u]", i);
+    KVM_TRY_ASSIGN(params.o[i],
+                   row_tensor(name, call.o[i], call.n_rows, call.n_heads, call.dim, 16));
+    std::snprintf(name, sizeof name, "lse[%u]", i);
+    KVM_TRY_ASSIGN(params.lse[i], lse_tensor(name, call.lse[i], call));
+  }
+  KVM_TRY_ASSIGN(params.out_o,
+                 row_tensor("out_o", call.out_o, call.n_rows, call.n_heads, call.dim, 16));
+  KVM_TRY_ASSIGN(params.out_lse, lse_tensor("out_lse", call.out_lse, call));
+  const uint64_t blocks = div_up(uint64_t{call.n_rows} * call.n_heads, kStatesWarps);
+  const uint64_t most = uint64_t{kBlocksPerSm} * driver->facts().n_sms;
+  return driver->merge_states(params, static_cast<uint32_t>(std::min(blocks, most)), stream);
+}
+
+}  // namespace kvm::device
