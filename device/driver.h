@@ -120,6 +120,9 @@ class Driver : public SharingDriver {
                        Stream stream) = 0;
   virtual Status append(CodecId stored, const attention::gpu::AppendParams& params,
                         uint32_t n_tokens, Stream stream) = 0;
+  // n_threads: at least; 0 is nothing.
+  virtual Status lengths(const attention::gpu::LengthsParams& params, uint32_t n_threads,
+                         Stream stream) = 0;
   virtual Status scatter(const attention::gpu::ScatterParams& params, Stream stream) = 0;
   virtual Status move(const attention::gpu::MoveParams& params, Stream stream) = 0;
 };

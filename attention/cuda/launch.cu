@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "attention/cuda/lengths_kernel.h"
 #include "attention/cuda/shapes.h"
 #include "attention/cuda/table_kernel.h"
 
@@ -86,6 +87,11 @@ __global__ void __launch_bounds__(kAppendThreads)
   append_thread<kElement>(params);
 }
 
+__global__ void __launch_bounds__(kLengthsThreads)
+    lengths_kernel(const __grid_constant__ LengthsParams params) {
+  lengths_thread(params);
+}
+
 __global__ void __launch_bounds__(kScatterThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params) {
   scatter_thread(params);
@@ -137,6 +143,7 @@ cudaError_t attend_init() {
   for (const uint32_t dim : kKeyDims) {
     visit_value_dim(value_dim(dim), [&]<class Tag>(Tag) { note(load(merge_kernel<Tag::kDim>)); });
   }
+  note(load(lengths_kernel));
   note(load(scatter_kernel));
   note(load(move_kernel));
   return error;
@@ -219,6 +226,15 @@ cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_
     append_kernel<Tag::kElement><<<n_tokens, kAppendThreads, 0, stream>>>(params);
   });
   return known ? cudaGetLastError() : cudaErrorInvalidValue;
+}
+
+cudaError_t launch_lengths(const LengthsParams& params, uint32_t n_threads, cudaStream_t stream) {
+  if (n_threads == 0) {
+    return cudaSuccess;
+  }
+  const uint32_t n_blocks = (n_threads + kLengthsThreads - 1) / kLengthsThreads;
+  lengths_kernel<<<n_blocks, kLengthsThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_scatter(const ScatterParams& params, cudaStream_t stream) {

@@ -43,6 +43,8 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
 // codec: of the pages.
 cudaError_t launch_append(CodecId codec, const AppendParams& params, uint32_t n_tokens,
                           cudaStream_t stream);
+// n_threads: at least; each has pieces, merges and tokens in turn.
+cudaError_t launch_lengths(const LengthsParams& params, uint32_t n_threads, cudaStream_t stream);
 cudaError_t launch_scatter(const ScatterParams& params, cudaStream_t stream);
 cudaError_t launch_move(const MoveParams& params, cudaStream_t stream);
 

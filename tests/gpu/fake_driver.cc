@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "attention/cuda/emulator.h"
+#include "attention/cuda/lengths_kernel.h"
 #include "attention/cuda/shapes.h"
 #include "attention/cuda/table_kernel.h"
 #include "base/dtype.h"
@@ -695,6 +696,16 @@ Status FakeDriver::append(CodecId stored, const AppendParams& params, uint32_t n
     run_kernel("append", n_tokens, kAppendThreads, 0, [&params, stored] {
       visit_element(stored, [&params]<class Tag>(Tag) { append_thread<Tag::kElement>(params); });
     });
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::lengths(const LengthsParams& params, uint32_t n_threads, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  KVM_TRY(begin(Operation::kLaunch, "lengths"));
+  enqueue(stream, [this, params, n_threads] {
+    run_kernel("lengths", static_cast<uint32_t>(div_up(n_threads, kLengthsThreads)),
+               kLengthsThreads, 0, [&params] { lengths_thread(params); });
   });
   return Status::ok();
 }

@@ -138,6 +138,8 @@ class FakeDriver final : public Driver {
                Stream stream) override;
   Status append(CodecId stored, const attention::gpu::AppendParams& params, uint32_t n_tokens,
                 Stream stream) override;
+  Status lengths(const attention::gpu::LengthsParams& params, uint32_t n_threads,
+                 Stream stream) override;
   Status scatter(const attention::gpu::ScatterParams& params, Stream stream) override;
   Status move(const attention::gpu::MoveParams& params, Stream stream) override;
 
