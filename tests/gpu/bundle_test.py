@@ -53,8 +53,8 @@ def kernel_name(symbol):
         return f"decode_{ELEMENT[element]}_d{sass.MLA_DIM}_rows{16 * int(row_tiles)}"
     if match := MERGE.search(symbol):
         return f"merge_d{match.group(1)}"
-    if "scatter_kernel" in symbol or "move_kernel" in symbol:
-        return "scatter" if "scatter_kernel" in symbol else "move"
+    if match := re.search(r"(lengths|scatter|move)_kernel", symbol):
+        return match.group(1)
     if match := APPEND.search(symbol):
         return f"append_{ELEMENT[match.group(1)]}"
     return None
