@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "base/round.h"
 #include "base/splitmix.h"
+#include "device/sequence_store.h"
 #include "tests/gpu/device_rig.h"
 
 namespace kvm::device::testing {
@@ -407,6 +409,91 @@ TEST(DeviceLengthsTest, ReproducibleBatchesGiveTheBitsOfTrueLengths) {
     const std::vector<float> results = ahead.results(), expected = told.results();
     ASSERT_EQ(results.size(), expected.size());
     EXPECT_EQ(std::memcmp(results.data(), expected.data(), results.size() * sizeof(float)), 0);
+  }
+}
+
+// --- What is kept -------------------------------------------------------------------------------
+
+// A list of one head that keeps sinks and a window, without a device: whatever steps query of
+// whichever length turns out to be true is there, what they append is, too, and the rest goes.
+class Keeper {
+ public:
+  explicit Keeper(uint64_t seed) : seed_(seed), max_unsure_(1 + below(150)), seq_(layout()) {}
+
+  void run() {
+    for (uint32_t step = 0; step < 60; ++step) {
+      ASSERT_NO_FATAL_FAILURE(grow()) << "step " << step;
+    }
+    EXPECT_GT(seq_.lists[0].kept_from, seq_.space->lists[0].first_droppable());
+  }
+
+ private:
+  uint64_t below(uint64_t n) { return splitmix64(seed_ += kSplitMixStep) % n; }
+
+  std::shared_ptr<const SpaceLayout> layout() {
+    auto space = std::make_shared<SpaceLayout>();
+    ListLayout list;
+    list.n_heads = list.n_layers = 1;
+    list.n_sinks = below(100);
+    list.n_recent = 1 + below(100);
+    list.slack = below(2) == 0 ? 0 : below(20);
+    space->lists.push_back(list);
+    return space;
+  }
+
+  void grow() {
+    const ListLayout& of = seq_.space->lists[0];
+    DevicePageList& list = seq_.lists[0];
+    // A prompt, or a draft; by a batch that knows lengths, for which the host has waited, or not.
+    const bool sure = below(6) == 0;
+    const auto n_append = static_cast<uint32_t>(below(below(4) == 0 ? 300 : max_unsure_ + 4));
+    if (sure) {
+      ASSERT_NO_FATAL_FAILURE(truncate(length_));
+    }
+    const uint64_t n_before = seq_.n_tokens;
+    Growth growth = Growth::of(&seq_, n_append, 0, sure ? 0 : static_cast<uint32_t>(max_unsure_));
+    const uint64_t n_query =
+        below(std::min(of.slack + 1, n_before - growth.n_unsure) + n_append + 1);
+    growth.n_query = static_cast<uint32_t>(n_query);
+    ASSERT_GE(length_, n_before - growth.n_unsure);
+    ASSERT_TRUE(growth.check().is_ok()) << growth.check().message();
+    // Not of sinks, but of the window of the first row.
+    const uint64_t first = length_ + n_append - n_query;
+    const uint64_t seen = first + 1 > of.n_recent ? first + 1 - of.n_recent : 0;
+    ASSERT_TRUE(n_query == 0 || list.kept_from == of.first_droppable() || seen >= list.kept_from);
+    seq_.n_tokens += n_append;
+    list.pages.resize(div_up(seq_.n_tokens, kPageTokens), tiers::PageRef{1});
+    growth.finish(n_before, [](tiers::PageRef) {});
+    ASSERT_TRUE(list.kept_from == of.first_droppable() ||
+                (list.kept_from <= length_ / kPageTokens * kPageTokens &&
+                 (n_query == 0 || list.kept_from <= seen)));
+    const uint64_t at_most = of.n_recent + of.slack + n_query + 2 * max_unsure_ + n_append;
+    ASSERT_GE(list.kept_from + at_most + 2 * kPageTokens, seq_.n_tokens);
+    // What is kept of it, and how much of that the host says.
+    const uint64_t rejected = sure ? 0 : below(std::min<uint64_t>(n_append, max_unsure_) + 1);
+    length_ += n_append - rejected;
+    const uint64_t longest = std::min(seq_.n_tokens, length_ + max_unsure_);
+    const bool needs = seq_.n_tokens > longest;
+    ASSERT_NO_FATAL_FAILURE(
+        truncate(needs || below(2) == 0 ? length_ + below(longest - length_ + 1) : longest));
+  }
+
+  void truncate(uint64_t n_tokens) {
+    ASSERT_TRUE(seq_.check_visible(n_tokens, n_tokens).is_ok());
+    seq_.cut(n_tokens, [](tiers::PageRef) {});
+  }
+
+  uint64_t seed_;
+  const uint64_t max_unsure_;
+  DeviceSequence seq_;
+  uint64_t length_ = 0;  // the true one
+};
+
+TEST(DeviceLengthsTest, PoliciesKeepWhatShorterSequencesSee) {
+  for (uint64_t seed = 0; seed < 3000; ++seed) {
+    SCOPED_TRACE(seed);
+    Keeper keeper(seed);
+    ASSERT_NO_FATAL_FAILURE(keeper.run());
   }
 }
 
