@@ -29,15 +29,14 @@ KVM_HOST_GPU Stretch stretch_of(const Sight& sight, uint32_t n_before, uint32_t 
   const uint32_t reach = sight.window < sight.n_recent ? sight.window : sight.n_recent;
   const uint32_t sinks = n_before > sight.window ? n_before - sight.window : 0;
   const uint32_t rest = n_before > reach ? n_before - reach : 0;
-  const uint32_t sinks_end = sight.n_sinks < end ? sight.n_sinks : end;
   Stretch seen;
-  if (sinks < sinks_end && sinks_end < rest) {
+  if (sinks < sight.n_sinks && sight.n_sinks < rest) {
     seen.first = sinks;
-    seen.n_first = sinks_end - sinks;
+    seen.n_first = sight.n_sinks - sinks;
     seen.second = rest;
     seen.n_tokens = seen.n_first + (end - rest);
   } else {
-    seen.first = sinks < sinks_end ? sinks : rest;
+    seen.first = sinks < sight.n_sinks ? sinks : rest;
     seen.n_first = seen.n_tokens = end - seen.first;
   }
   return seen;

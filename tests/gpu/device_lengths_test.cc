@@ -643,6 +643,9 @@ TEST(DeviceLengthsTest, WhatCannotBeHadIsRefused) {
   EXPECT_EQ(kvm_cuda_set_lengths(batch, &lengths, rig.stream()), KVM_ERR_INVALID);
   EXPECT_TRUE(says("lengths is no device memory")) << kvm_last_error();
   lengths.kind = KVM_BUFFER_DEVICE;
+  rig.driver().fail(Operation::kLaunch, 1);
+  EXPECT_EQ(kvm_cuda_set_lengths(batch, &lengths, rig.stream()), KVM_ERR_DEVICE);
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &v, rig.stream()), KVM_ERR_INVALID);
   EXPECT_EQ(kvm_cuda_set_lengths(batch, &lengths, rig.stream()), KVM_OK) << kvm_last_error();
   EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &v, rig.stream()), KVM_OK) << kvm_last_error();
 
