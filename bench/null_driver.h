@@ -60,6 +60,9 @@ class NullDriver final : public device::Driver {
   Status append(CodecId, const attention::gpu::AppendParams&, uint32_t, device::Stream) override {
     return launch();
   }
+  Status lengths(const attention::gpu::LengthsParams&, uint32_t, device::Stream) override {
+    return launch();
+  }
   Status read(CodecId, const attention::gpu::ReadParams&, uint32_t, device::Stream) override {
     return launch();
   }

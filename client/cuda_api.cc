@@ -130,6 +130,11 @@ Status read_batch(const kvm_cuda_batch_params& p, kvm::device::BatchOptions* to)
     return invalid("log_weight strides are " + std::to_string(p.log_weight_stride_item) + " and " +
                    std::to_string(p.log_weight_stride_head) + "; they must be below 2^40 and 2^32");
   }
+  if (p.max_unsure > kvm::kMaxQueryRows) {
+    return invalid("max_unsure is " + std::to_string(p.max_unsure) + "; it is at most " +
+                   std::to_string(kvm::kMaxQueryRows));
+  }
+  to->max_unsure = static_cast<uint32_t>(p.max_unsure);
   to->reproducible = (p.flags & KVM_CUDA_REPRODUCIBLE) != 0;
   return Status::ok();
 }
@@ -233,6 +238,20 @@ kvm_status kvm_cuda_update(kvm_cuda_batch* batch, const kvm_cuda_item* items, ui
                      std::to_string(kMaxBatchItems));
     }
     return batch->client->update(batch->batch.get(), items, n_items, stream);
+  });
+}
+
+kvm_status kvm_cuda_set_lengths(kvm_cuda_batch* batch, const kvm_buffer* lengths,
+                                kvm_cuda_stream stream) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(batch, "batch"));
+    const kvm_buffer none{};
+    const kvm_buffer& at = lengths != nullptr ? *lengths : none;
+    KVM_TRY(check_buffer("lengths", at, lengths != nullptr));
+    return batch->client->with_batch(batch->batch.get(), [&](kvm::device::Batch& of) {
+      return of.set_lengths(reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(at.where)),
+                            at.size, stream);
+    });
   });
 }
 

@@ -18,7 +18,11 @@ using attention::gpu::AppendParams;
 using attention::gpu::AppendToken;
 using attention::gpu::DecodeParams;
 using attention::gpu::kMaxClasses;
+using attention::gpu::kMaxLengthsKinds;
 using attention::gpu::kMaxMergeSlots;
+using attention::gpu::LengthsItem;
+using attention::gpu::LengthsKind;
+using attention::gpu::LengthsParams;
 using attention::gpu::Merge;
 using attention::gpu::MergeParams;
 using attention::gpu::PageClass;
@@ -40,6 +44,7 @@ constexpr uint32_t kAppendBlocksPerSm = 16;
 constexpr uint32_t kMergeBlocksPerSm = 8;
 // Of reads: enough to keep a link busy, which is slower than memory.
 constexpr uint32_t kReadBlocksPerSm = 16;
+constexpr uint32_t kLengthsThreadsPerSm = 512;
 constexpr uint64_t kAlign = 256;
 
 std::string number(uint64_t n) { return std::to_string(n); }
@@ -229,10 +234,18 @@ Status Batch::lay_out() {
     max_words += Message::words_for(size_bytes);
     return take(size_bytes);
   };
+  const bool is_unsure = options_.max_unsure != 0;
+  const auto take_plan = [&](uint64_t size_bytes, uint64_t* planned_at, uint64_t* read_at) {
+    *planned_at = take_changing(size_bytes);
+    *read_at = is_unsure ? take(size_bytes) : *planned_at;
+  };
   for (Kind& kind : kinds_) {
-    kind.work_at = take_changing(uint64_t{kind.work_capacity} * sizeof(Work));
-    kind.merges_at = take_changing(uint64_t{kind.merge_capacity} * sizeof(Merge));
-    kind.tokens_at = take_changing(uint64_t{kind.token_capacity} * sizeof(AppendToken));
+    take_plan(uint64_t{kind.work_capacity} * sizeof(Work), &kind.planned_work_at, &kind.work_at);
+    take_plan(uint64_t{kind.merge_capacity} * sizeof(Merge), &kind.planned_merges_at,
+              &kind.merges_at);
+    take_plan(uint64_t{kind.token_capacity} * sizeof(AppendToken), &kind.planned_tokens_at,
+              &kind.tokens_at);
+    kind.n_work_at = take_changing(is_unsure ? sizeof(uint32_t) : 0);
     kind.heads_at = take_changing(round_up(kind.heads.size() * sizeof(uint16_t), 4));
     kind.n_merges_at = take_changing(sizeof(uint32_t));
     kind.n_tokens_at = take_changing(sizeof(uint32_t));
@@ -242,6 +255,8 @@ Status Batch::lay_out() {
     sinks_at_.push_back(
         layer.sink_logits.empty() ? 0 : take_changing(layer.sink_logits.size() * sizeof(float)));
   }
+  lengths_items_at_ =
+      take_changing(is_unsure ? options_.max_items * sizeof(LengthsItem) : uint64_t{0});
   tree_at_ = take_changing(is_prefill() ? 0 : options_.max_query_rows * sizeof(uint64_t));
   if (max_words > INT32_MAX) {
     return Status(KVM_ERR_UNSUPPORTED, "an update of the batch may change " +
@@ -364,7 +379,8 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
   growths_.clear();
   for (const BatchItem& item : items) {
     if (item.seq != nullptr) {
-      growths_.push_back({item.seq.get(), item.n_append, item.n_query});
+      growths_.push_back(
+          Growth::of(item.seq.get(), item.n_append, item.n_query, options_.max_unsure));
     }
   }
   KVM_TRY(store_->begin_growth(growths_, stream));
@@ -393,6 +409,7 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
   }
   n_changes_ = store_->n_changes();
   current_ = true;
+  has_lengths_ = false;
   return Status::ok();
 }
 
@@ -454,11 +471,14 @@ Status Batch::enqueue_update(std::span<const BatchItem> items, Stream stream) {
     constants_written_ = true;
   }
   add_trees(items, &message);
+  if (options_.max_unsure != 0) {
+    add_lengths_items(items, &message);
+  }
   KVM_TRY(add_table(items, &slot, &message, stream));
   return send(*slot, message, stream);
 }
 
-// A request for each item and class, or for each row where a window or a policy moves with it.
+// Requests for each item and class.
 void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items) {
   requests_.clear();
   for (uint32_t i = 0; i < items.size(); ++i) {
@@ -466,55 +486,25 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items) {
     if (item.n_query == 0) {
       continue;
     }
-    const uint64_t n = item.seq->n_tokens;
-    const uint64_t tree_begin = n - item.n_query;
+    const auto n = static_cast<uint32_t>(item.seq->n_tokens);
     for (uint32_t c = 0; c < kind.classes.size(); ++c) {
-      const ClassLayout& of = kind.classes[c];
       Request request;
-      request.table = table_row(of.list, i);
+      request.table = table_row(kind.classes[c].list, i);
       request.page_class = c;
       if (options_.log_weight_stride_item != 0 || options_.log_weight_stride_head != 0) {
         request.log_weights = static_cast<int64_t>(i * options_.log_weight_stride_item);
         request.log_weight_stride = static_cast<uint32_t>(options_.log_weight_stride_head);
       }
-      // The prefill kernel knows windows and policies itself.
-      const bool sees_all = is_prefill() || ((kind.window == 0 || n <= kind.window) &&
-                                             (of.n_recent == 0 || n <= of.n_recent));
-      if (sees_all) {
-        request.n_first = request.n_tokens = static_cast<uint32_t>(n);
-        request.q_token = item.query_row;
-        request.n_query = item.n_query;
-        if (!item.tree.empty()) {
-          request.tree_first = request.tree_list = static_cast<uint32_t>(tree_begin);
-        }
+      request.q_token = item.query_row;
+      request.n_query = item.n_query;
+      if (is_prefill()) {
+        // The kernel knows windows and policies itself.
+        request.n_first = request.n_tokens = n;
         requests_.push_back(request);
         continue;
       }
-      for (uint32_t row = 0; row < item.n_query; ++row) {
-        // Window and policy go by the row's own position, also in a tree, where it may see tokens
-        // of later rows.
-        const uint64_t n_before = tree_begin + row + 1;
-        const uint64_t end = item.tree.empty() ? n_before : n;
-        const uint64_t low =
-            kind.window != 0 && n_before > kind.window ? n_before - kind.window : 0;
-        const uint64_t sinks_end =
-            of.n_recent == 0 ? low : std::clamp<uint64_t>(of.n_sinks, low, end);
-        const uint64_t recent =
-            of.n_recent != 0 && n_before > of.n_recent ? n_before - of.n_recent : 0;
-        const uint64_t second = std::max({low, recent, sinks_end});
-        request.first = static_cast<uint32_t>(low);
-        request.n_first = static_cast<uint32_t>(sinks_end - low);
-        request.second = static_cast<uint32_t>(second);
-        request.n_tokens = static_cast<uint32_t>(request.n_first + (end - second));
-        request.q_token = item.query_row + row;
-        request.n_query = 1;
-        if (!item.tree.empty()) {
-          request.tree_list = static_cast<uint32_t>(tree_begin);
-          request.tree_first = static_cast<uint32_t>(std::clamp(tree_begin, low, sinks_end) - low +
-                                                     std::clamp(tree_begin, second, end) - second);
-        }
-        requests_.push_back(request);
-      }
+      request.tree_first = item.tree.empty() ? attention::gpu::kNoTree : 0;
+      attention::gpu::add_requests(request, n, kind.sights[c], options_.max_unsure, &requests_);
     }
   }
 }
@@ -530,6 +520,7 @@ Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* m
     options.sights = kind->sights;
     options.least_tokens = attention::gpu::kLeastPrefillTokens;
   }
+  options.max_unsure = options_.max_unsure;
   Work* const work = message->next<Work>();
   const PlanCounts plan = plan_decode(requests_, kind->page_classes, kind->heads, options, blocks_,
                                       {work, kind->work_capacity}, &merges_);
@@ -543,9 +534,14 @@ Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* m
   Work idle;
   idle.request.n_query = 0;
   std::fill(work + plan.n_blocks, work + blocks_, idle);
-  message->end(kind->work_at, work + plan.n_work);
-  std::copy(merges_.begin(), merges_.end(), message->add<Merge>(kind->merges_at, merges_.size()));
+  message->end(kind->planned_work_at, work + plan.n_work);
+  std::copy(merges_.begin(), merges_.end(),
+            message->add<Merge>(kind->planned_merges_at, merges_.size()));
   kind->n_blocks = plan.n_blocks;
+  kind->n_work = plan.n_work;
+  if (options_.max_unsure != 0) {
+    *message->add<uint32_t>(kind->n_work_at, 1) = kind->n_work;
+  }
   kind->n_merges = static_cast<uint32_t>(merges_.size());
   *message->add<uint32_t>(kind->n_merges_at, 1) = kind->n_merges;
   return Status::ok();
@@ -565,7 +561,7 @@ void Batch::add_tokens(Kind* kind, std::span<const BatchItem> items, Message* me
       }
     }
   }
-  message->end(kind->tokens_at, tokens + n);
+  message->end(kind->planned_tokens_at, tokens + n);
   kind->n_tokens = n;
   *message->add<uint32_t>(kind->n_tokens_at, 1) = n;
 }
@@ -593,6 +589,24 @@ void Batch::add_trees(std::span<const BatchItem> items, Message* message) {
           item.tree.begin(), item.tree.end(),
           message->add<uint64_t>(tree_at_ + item.query_row * sizeof(uint64_t), item.tree.size()));
     }
+  }
+}
+
+// REQUIRES: growths_ are the items', those without a sequence left out.
+void Batch::add_lengths_items(std::span<const BatchItem> items, Message* message) {
+  LengthsItem* to = message->add<LengthsItem>(lengths_items_at_, items.size());
+  auto growth = growths_.begin();
+  for (const BatchItem& item : items) {
+    *to = {};
+    if (item.seq != nullptr) {
+      to->n_before = static_cast<uint32_t>(item.seq->n_tokens - item.n_append);
+      to->n_unsure = growth->n_unsure;
+      to->n_append = item.n_append;
+      to->n_query = item.n_query;
+      to->query_row = item.query_row;
+      ++growth;
+    }
+    ++to;
   }
 }
 
@@ -653,6 +667,69 @@ Status Batch::check_current() {
   return Status::ok();
 }
 
+Status Batch::check_launch() {
+  KVM_TRY(check_current());
+  return options_.max_unsure == 0 || has_lengths_
+             ? Status::ok()
+             : invalid("the batch has max_unsure " + number(options_.max_unsure) +
+                       ", and kvm_cuda_set_lengths has not been called since its last update");
+}
+
+Status Batch::set_lengths(const uint8_t* lengths, uint64_t size_bytes, Stream stream) {
+  if (options_.max_unsure == 0) {
+    return invalid("the batch has max_unsure 0: its sequences are as long as they are said to be");
+  }
+  const uint64_t wanted = options_.max_items * sizeof(uint32_t);
+  if (lengths != nullptr &&
+      (size_bytes < wanted || reinterpret_cast<uintptr_t>(lengths) % 4 != 0)) {
+    return invalid("lengths has " + number(size_bytes) + " bytes; it must have " + number(wanted) +
+                   ", at a multiple of 4");
+  }
+  KVM_TRY(check_current());
+  KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
+  for (size_t first = 0; first < kinds_.size(); first += kMaxLengthsKinds) {
+    LengthsParams params;
+    params.n_kinds =
+        static_cast<uint32_t>(std::min<size_t>(kinds_.size() - first, kMaxLengthsKinds));
+    params.items = reinterpret_cast<const LengthsItem*>(device_ + lengths_items_at_);
+    params.lengths = reinterpret_cast<const uint32_t*>(lengths);
+    params.max_items = options_.max_items;
+    params.max_pages = static_cast<uint32_t>(max_pages_);
+    params.page_tokens = kPageTokens;
+    params.block_rows = kernel_.block_rows;
+    uint32_t most = 0;
+    for (uint32_t i = 0; i < params.n_kinds; ++i) {
+      const Kind& kind = kinds_[first + i];
+      params.kinds[i] = lengths_kind(kind);
+      // A captured launch serves any number of them.
+      most = std::max(most, captured ? std::max(kind.work_capacity, kind.token_capacity)
+                                     : std::max(kind.n_work, kind.n_tokens));
+    }
+    most = std::min(most, kLengthsThreadsPerSm * driver_->facts().n_sms);
+    KVM_TRY(driver_->lengths(params, most, stream));
+    ++n_launches_;
+  }
+  has_lengths_ = true;
+  return Status::ok();
+}
+
+LengthsKind Batch::lengths_kind(const Kind& kind) const {
+  LengthsKind to;
+  to.planned_work = reinterpret_cast<const Work*>(device_ + kind.planned_work_at);
+  to.planned_merges = reinterpret_cast<const Merge*>(device_ + kind.planned_merges_at);
+  to.planned_tokens = reinterpret_cast<const AppendToken*>(device_ + kind.planned_tokens_at);
+  to.work = reinterpret_cast<Work*>(device_ + kind.work_at);
+  to.merges = reinterpret_cast<Merge*>(device_ + kind.merges_at);
+  to.tokens = reinterpret_cast<AppendToken*>(device_ + kind.tokens_at);
+  to.n_work = reinterpret_cast<const uint32_t*>(device_ + kind.n_work_at);
+  to.n_merges = reinterpret_cast<const uint32_t*>(device_ + kind.n_merges_at);
+  to.n_tokens =
+      kind.stores ? reinterpret_cast<const uint32_t*>(device_ + kind.n_tokens_at) : nullptr;
+  to.group = kind.group;
+  std::copy(kind.sights.begin(), kind.sights.end(), to.sights);
+  return to;
+}
+
 attention::gpu::PagePool Batch::pool_of(const Kind& kind, uint32_t layer) const {
   attention::gpu::PagePool pool;
   for (const ListLayout& list : space_->lists) {
@@ -692,7 +769,7 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
       space_->layers[layer].storage_layer != layer) {
     return invalid("layer " + number(layer) + " stores no keys and values of its own");
   }
-  KVM_TRY(check_current());
+  KVM_TRY(check_launch());
   KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
   const uint64_t n_heads = space_->layers[layer].n_kv_heads;
   uint64_t row = 0, head = 0;
@@ -814,7 +891,7 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   if (call.layer >= space_->layers.size() || !space_->layers[call.layer].has_keys) {
     return invalid("layer " + number(call.layer) + " does not exist or is ABSENT");
   }
-  KVM_TRY(check_current());
+  KVM_TRY(check_launch());
   Driver& driver = *driver_;
   KVM_TRY_ASSIGN(const bool captured, driver.is_capturing(stream));
   attention::gpu::AttendTensors tensors;

@@ -6,7 +6,9 @@
 //
 // Device memory:  table [list][item][max_pages], of which a list is of many layers (ListLayout);
 //                 for each kind of layer: work, merges, tokens to append, kv heads; sink logits
-//                 [layer][q head]; tree masks [query row]; partial states; a message.
+//                 [layer][q head]; tree masks [query row]; partial states; a message. Where the
+//                 device may know better how long sequences are: work, merges and tokens once
+//                 more, which a kernel makes of those that were planned (lengths_kernel.h).
 // Host memory:    kRing page-locked messages (message.h), each with an event. Updates wait for the
 //                 oldest only when all are under way.
 //
@@ -51,6 +53,7 @@ struct BatchOptions {
   uint64_t max_tokens = 0;
   uint64_t log_weight_stride_item = 0;  // both 0: none
   uint64_t log_weight_stride_head = 0;
+  uint32_t max_unsure = 0;  // 0: sequences are as long as they are said to be
   bool reproducible = false;
 };
 
@@ -107,6 +110,8 @@ class Batch {
 
   // As kvm_cuda_update, kvm_cuda_append, kvm_cuda_attend, kvm_cuda_read.
   Status update(std::span<const BatchItem> items, Stream stream);
+  // As kvm_cuda_set_lengths. lengths: [max_items], of size_bytes; or null.
+  Status set_lengths(const uint8_t* lengths, uint64_t size_bytes, Stream stream);
   Status append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream);
   Status attend(const AttendCall& call, Stream stream);
   Status read(const ReadCall& call, Stream stream);
@@ -127,7 +132,7 @@ class Batch {
     uint32_t group = 1;
 
     std::vector<attention::gpu::PageClass> page_classes;
-    std::vector<attention::gpu::Sight> sights;  // [page class]; of the prefill kernel
+    std::vector<attention::gpu::Sight> sights;  // [page class]
     std::vector<uint16_t> heads;
     bool stores = false;  // some layer of it appends
     uint32_t work_capacity = 0;
@@ -135,10 +140,12 @@ class Batch {
     uint32_t slot_capacity = 0;
     uint32_t token_capacity = 0;
     uint32_t merge_rows = 0;
-    uint64_t work_at = 0, merges_at = 0, tokens_at = 0, heads_at = 0;  // in device memory
-    uint64_t n_merges_at = 0, n_tokens_at = 0;
+    // In device memory. What updates write, and what kernels read: the same where lengths are sure.
+    uint64_t planned_work_at = 0, planned_merges_at = 0, planned_tokens_at = 0;
+    uint64_t work_at = 0, merges_at = 0, tokens_at = 0;
+    uint64_t heads_at = 0, n_work_at = 0, n_merges_at = 0, n_tokens_at = 0;
     // Counts of the last update.
-    uint32_t n_blocks = 0, n_merges = 0, n_tokens = 0;
+    uint32_t n_blocks = 0, n_work = 0, n_merges = 0, n_tokens = 0;
   };
   // A Place is what the table says of an item.
   struct Place {
@@ -166,6 +173,8 @@ class Batch {
   Status check_current();
   // Null: the place is empty. Fails: INVALID.
   Result<const DeviceSequence*> sequence_at(uint32_t item) const;
+  // Also whether the plan has been brought to the lengths of this step.
+  Status check_launch();
   void forget_device();
   void undo_update();
   Status enqueue_update(std::span<const BatchItem> items, Stream stream);
@@ -175,10 +184,12 @@ class Batch {
   void add_heads(Message* message);
   void add_sinks(Message* message);
   void add_trees(std::span<const BatchItem> items, Message* message);
+  void add_lengths_items(std::span<const BatchItem> items, Message* message);
   Status add_table(std::span<const BatchItem> items, Slot** slot, Message* message, Stream stream);
   Result<Slot*> next_slot();
   Message message_in(const Slot& slot) const { return {slot.data, max_runs_, max_words_}; }
   Status send(const Slot& slot, const Message& message, Stream stream);
+  attention::gpu::LengthsKind lengths_kind(const Kind& kind) const;
   attention::gpu::PagePool pool_of(const Kind& kind, uint32_t layer) const;
   Status check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_heads, uint64_t row,
                       uint64_t head) const;
@@ -207,6 +218,7 @@ class Batch {
   std::vector<Kind> kinds_;
   std::vector<uint32_t> kind_of_layer_;
   std::vector<uint64_t> sinks_at_;  // [layer] in device memory; 0: it has none
+  uint64_t lengths_items_at_ = 0;
   uint64_t tree_at_ = 0, message_at_ = 0, table_at_ = 0, partial_o_at_ = 0, partial_lse_at_ = 0;
   uint32_t max_runs_ = 0, max_words_ = 0;  // of a message
   uint64_t slot_bytes_ = 0;                // of a ring slot: a message
@@ -226,6 +238,7 @@ class Batch {
   std::vector<const DeviceSequence*> seqs_;
   std::vector<std::pair<uint32_t, uint32_t>> rows_;
   bool current_ = false;      // there has been an update, and the last one did not stop half-way
+  bool has_lengths_ = false;  // set_lengths has been called since
   uint32_t append_rows_ = 0;  // of the last update: rows of tensors that it refers to
   uint32_t query_rows_ = 0;
   uint64_t n_launches_ = 0;

@@ -58,6 +58,10 @@ class CudaDriver final : public CudaMemory<Driver> {
     const Launching current(context_);
     return check("merge_states kernel", launch_merge_states(params, n_blocks, runtime(stream)));
   }
+  Status lengths(const LengthsParams& params, uint32_t n_threads, Stream stream) override {
+    const Launching current(context_);
+    return check("lengths kernel", launch_lengths(params, n_threads, runtime(stream)));
+  }
   Status scatter(const ScatterParams& params, Stream stream) override {
     const Launching current(context_);
     return check("scatter kernel", launch_scatter(params, runtime(stream)));

@@ -273,15 +273,19 @@ Status DeviceStore::pages_of_list(const Growth& growth, uint32_t list, Stream st
   std::vector<PageRef>& pages = seq->lists[list].pages;
   const uint64_t n = seq->n_tokens;
   const uint64_t n_blocks = div_up(n + growth.n_append, kPageTokens);
+  const uint64_t first_written = growth.first_written_block(n);
   // Memory for the lists first: a page that is in none of them would be lost.
   reserve_growing(pages, n_blocks);
-  reserve_growing(changes_, changes_.size() + n_blocks - pages.size() + 1);
-  if (n % kPageTokens != 0 && pool_->n_refs(pages.back()) > 1) {
-    // A fork ends in the same page.
-    seq->changed_from = std::min<uint64_t>(seq->changed_from, pages.size() - 1);
+  reserve_growing(changes_, changes_.size() + n_blocks - first_written);
+  for (uint64_t block = first_written; block < pages.size(); ++block) {
+    PageRef& page = pages[block];
+    if (page == kNoPage || pool_->n_refs(page) == 1) {
+      continue;
+    }
+    // A fork ends in the same page, or behind it.
+    seq->changed_from = std::min(seq->changed_from, block);
     KVM_TRY_ASSIGN(const PageRef copy, allocate(slab, stream));
-    changes_.push_back(
-        {seq, list, static_cast<uint32_t>(pages.size() - 1), std::exchange(pages.back(), copy)});
+    changes_.push_back({seq, list, static_cast<uint32_t>(block), std::exchange(page, copy)});
     // At once, so that the last of those who share it need not copy. Not the last reference.
     pool_->release(changes_.back().before);
     KVM_TRY(driver_->copy(pool_->data(copy), pool_->data(changes_.back().before),
@@ -318,8 +322,8 @@ Status DeviceStore::extend(DeviceSequence* seq, uint64_t n_tokens) {
 
 void DeviceStore::finish_growth() {
   for (const Grown& grown : grown_) {
-    grown.growth.drop_unseen(grown.n_before,
-                             [&](PageRef page) { release(*held(grown.growth.seq), page); });
+    grown.growth.finish(grown.n_before,
+                        [&](PageRef page) { release(*held(grown.growth.seq), page); });
     mark_changed(grown.growth.seq);
   }
   changes_.clear();

@@ -125,6 +125,9 @@ class Driver : public SharingDriver {
                       Stream stream) = 0;
   virtual Status merge_states(const attention::gpu::StatesParams& params, uint32_t n_blocks,
                               Stream stream) = 0;
+  // n_threads: at least; 0 is nothing.
+  virtual Status lengths(const attention::gpu::LengthsParams& params, uint32_t n_threads,
+                         Stream stream) = 0;
   virtual Status scatter(const attention::gpu::ScatterParams& params, Stream stream) = 0;
   virtual Status move(const attention::gpu::MoveParams& params, Stream stream) = 0;
 };

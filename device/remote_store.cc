@@ -475,7 +475,7 @@ bool RemoteStore::follows_from_books(const Growth& growth) const {
   const RemoteSequence& seq = remote(*growth.seq);
   const uint64_t n = seq.n_tokens;
   if (!seq.awaited || !growth.stays_in_its_pages(n) ||
-      (growth.n_append != 0 && n / kPageTokens < seq.own_from)) {
+      (growth.n_append != 0 && growth.first_written_block(n) < seq.own_from)) {
     return false;
   }
   for (uint32_t list = 0; list < seq.lists.size(); ++list) {
@@ -506,7 +506,7 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
     note_tokens(remote(growth.seq));
     const uint64_t n_blocks = div_up(growth.seq->n_tokens + growth.n_append, kPageTokens);
     for (DevicePageList& list : growth.seq->lists) {
-      n_at_most += n_blocks - list.pages.size() + 1;
+      n_at_most += n_blocks - growth.first_written_block(growth.seq->n_tokens);
       reserve_growing(list.pages, n_blocks);
     }
   }
@@ -532,8 +532,8 @@ Status RemoteStore::begin_growth(std::span<const Growth> growths, Stream stream)
   for (const Growth& growth : asked_) {
     RemoteSequence* const seq = remote(growth.seq);
     if (growth.n_append != 0) {
-      // What it shared of its last page is copied, what comes behind is new.
-      seq->own_from = std::min(seq->own_from, seq->n_told / kPageTokens);
+      // What it shared of pages that may be written is copied, what comes behind is new.
+      seq->own_from = std::min(seq->own_from, growth.first_written_block(seq->n_told));
     }
     seq->n_told = seq->n_tokens;
     seq->awaited = true;
@@ -571,7 +571,8 @@ Status RemoteStore::ask_for_growth(uint64_t n_at_most, std::vector<wire::Change>
       [&](ipc::FrameWriter* writer) {
         std::vector<wire::Grow> items;
         for (const Growth& growth : asked_) {
-          items.push_back({remote(growth.seq)->id, growth.n_append, growth.n_query});
+          items.push_back({remote(growth.seq)->id, growth.n_append, growth.n_query, growth.n_unsure,
+                           growth.max_unsure});
         }
         writer->put_all(std::span<const wire::Grow>(items));
       },
@@ -589,7 +590,7 @@ void RemoteStore::end_growth(Verdict verdict) {
 
 void RemoteStore::finish_growth() {
   for (const Grown& grown : grown_) {
-    grown.growth.drop_unseen(grown.n_before, [](PageRef) {});
+    grown.growth.finish(grown.n_before, [](PageRef) {});
     mark_changed(grown.growth.seq);
   }
   end_growth(Verdict::kFinish);

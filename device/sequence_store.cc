@@ -94,24 +94,32 @@ uint64_t DeviceSequence::n_dropped() const {
   return n;
 }
 
+Growth Growth::of(DeviceSequence* seq, uint32_t n_append, uint32_t n_query, uint32_t max_unsure) {
+  const uint64_t n_unsure = std::min<uint64_t>(max_unsure, seq->n_tokens - seq->n_sure);
+  return {seq, n_append, n_query, static_cast<uint32_t>(n_unsure), max_unsure};
+}
+
 Status Growth::check() const {
-  const uint64_t n_after = seq->n_tokens + n_append;
-  if (n_query > n_after) {
+  const uint64_t n_after = seq->n_tokens + n_append, n_least = n_after - n_unsure;
+  if (n_query > n_least) {
     return Status(KVM_ERR_INVALID, "n_query is " + number(n_query) + "; the sequence has " +
-                                       number(n_after) + " tokens after the append");
+                                       number(n_least) + " tokens after the append" +
+                                       (n_unsure == 0 ? "" : ", and may have no more"));
   }
-  // The first row sees most.
-  return n_query == 0 ? Status::ok() : seq->check_visible(n_after - n_query, n_after);
+  // The first row sees most, of the shortest sequence that it may be of.
+  return n_query == 0 ? Status::ok() : seq->check_visible(n_least - n_query, n_after);
 }
 
 uint64_t Growth::unseen_before(uint32_t list, uint64_t n_before, uint64_t n_after) const {
   const ListLayout& of = seq->space->lists[list];
-  const uint64_t behind = std::max<uint64_t>({n_query, of.slack + 1, 1});
+  // This step's first row, or one of the next's, which has all tokens that are sure.
+  const uint64_t behind = std::max<uint64_t>(uint64_t{n_query} + n_unsure,
+                                             n_after - sure_tokens(n_after) + of.slack + 1);
   const uint64_t first_query = n_after > behind ? n_after - behind : 0;
   if (of.n_recent == 0 || first_query + 1 <= of.n_recent) {
     return 0;
   }
-  return std::min(first_query + 1 - of.n_recent, n_before) / kPageTokens * kPageTokens;
+  return std::min(first_query + 1 - of.n_recent, n_before - n_unsure) / kPageTokens * kPageTokens;
 }
 
 }  // namespace kvm::device

@@ -106,6 +106,9 @@ struct DeviceSequence {
 
   std::shared_ptr<const SpaceLayout> space;
   uint64_t n_tokens = 0;  // of every layer
+  // Of these, those that steps cannot turn out not to have kept (Growth::max_unsure). Known where
+  // steps are planned: kvmd has it from growths.
+  uint64_t n_sure = 0;
   std::vector<DevicePageList> lists;
   uint64_t version = 0;  // changes with everything that a batch must know of
   // The batch whose page table is right up to the block changed_from, or null.
@@ -131,6 +134,14 @@ struct Growth {
   DeviceSequence* seq = nullptr;
   uint32_t n_append = 0;
   uint32_t n_query = 0;  // the last tokens after the append
+  // On the device the sequence may have up to n_unsure tokens fewer before the append: it is known
+  // there only. After it, no more than max_unsure of those appended may turn out not to count.
+  uint32_t n_unsure = 0;
+  uint32_t max_unsure = 0;
+
+  // The growth of a sequence of which up to max_unsure tokens may not be there, but none of those
+  // that are sure.
+  static Growth of(DeviceSequence* seq, uint32_t n_append, uint32_t n_query, uint32_t max_unsure);
 
   // Fails: INVALID, PARTIAL.
   Status check() const;
@@ -138,14 +149,22 @@ struct Growth {
   bool stays_in_its_pages(uint64_t n_before) const {
     return n_before + n_append <= round_up(n_before, kPageTokens);
   }
+  // The first block that the rows of its tokens may go to, of a sequence that has n_before.
+  uint64_t first_written_block(uint64_t n_before) const {
+    return (n_before - n_unsure) / kPageTokens;
+  }
+  // Tokens that the sequence is sure to have when it has grown to n_after.
+  uint64_t sure_tokens(uint64_t n_after) const {
+    return n_after - n_unsure - std::min(n_append, max_unsure);
+  }
   // Positions of a list before it are seen by no query from this one on, when the sequence has
-  // grown from n_before tokens to n_after; a multiple of 64. Pages that are begun in it stay until
-  // the next growth: the rows of its tokens are not enqueued yet.
+  // grown from n_before tokens to n_after, whichever it turns out to have; a multiple of 64. Pages
+  // that are begun in it stay until the next growth: the rows of its tokens are not enqueued yet.
   uint64_t unseen_before(uint32_t list, uint64_t n_before, uint64_t n_after) const;
-  // Once it has been done to a sequence that had n_before tokens: drops what no later query sees.
-  // Calls let_go(page) for what goes.
+  // Once it has been done to a sequence that had n_before tokens: drops what no later query sees,
+  // and notes what is sure. Calls let_go(page) for what goes.
   template <class LetGo>
-  void drop_unseen(uint64_t n_before, LetGo let_go) const;
+  void finish(uint64_t n_before, LetGo let_go) const;
 };
 
 // The pages of one kind that a store has: page slot i lies at base + i * page_bytes.
@@ -263,10 +282,11 @@ void DeviceSequence::cut(uint64_t n_left, LetGo let_go) {
     list.kept_from = n_left <= first ? first : list.kept_from;
   }
   n_tokens = n_left;
+  n_sure = std::min(n_sure, n_left);
 }
 
 template <class LetGo>
-void Growth::drop_unseen(uint64_t n_before, LetGo let_go) const {
+void Growth::finish(uint64_t n_before, LetGo let_go) const {
   for (uint32_t list = 0; list < seq->lists.size(); ++list) {
     const uint64_t end = unseen_before(list, n_before, seq->n_tokens);
     DevicePageList& lies = seq->lists[list];
@@ -278,6 +298,7 @@ void Growth::drop_unseen(uint64_t n_before, LetGo let_go) const {
     }
     lies.kept_from = std::max(lies.kept_from, end);
   }
+  seq->n_sure = sure_tokens(seq->n_tokens);
 }
 
 }  // namespace kvm::device

@@ -355,7 +355,10 @@ Status StoreServer::grow(ipc::FrameReader* reader) {
     if (seq->n_tokens + item.n_append >= attention::gpu::kMaxListTokens) {
       return broken("more tokens than a sequence has");
     }
-    growths.push_back({seq, item.n_append, item.n_query});
+    if (item.n_unsure > std::min<uint64_t>(item.max_unsure, seq->n_tokens)) {
+      return broken("more unsure tokens than the sequence has");
+    }
+    growths.push_back({seq, item.n_append, item.n_query, item.n_unsure, item.max_unsure});
     sorted.push_back(seq);
   }
   std::sort(sorted.begin(), sorted.end());

@@ -31,7 +31,7 @@
 
 namespace kvm::device::wire {
 
-inline constexpr uint32_t kStoreVersion = 2;
+inline constexpr uint32_t kStoreVersion = 3;
 
 // LIMITS, of one client.
 inline constexpr uint64_t kMaxSpaces = 64;
@@ -136,6 +136,8 @@ struct Grow {
   uint64_t id = 0;
   uint32_t n_append = 0;
   uint32_t n_query = 0;
+  uint32_t n_unsure = 0;  // as Growth has them
+  uint32_t max_unsure = 0;
 };
 // SequenceStore::Residence without gaps, which would hold bytes of the server's stack.
 struct Residence {

@@ -160,7 +160,10 @@ typedef struct kvm_cuda_batch_params {
    * element i * stride_item + h * stride_head + p. Both 0: there are none. */
   uint64_t log_weight_stride_item;
   uint64_t log_weight_stride_head; /* below 2^32 */
-  uint64_t reserved[4];
+  /* Tokens, to 65536, by which sequences may be shorter than the host has been told when a step
+   * runs: kvm_cuda_set_lengths then says on the device how long they are. 0: none. */
+  uint64_t max_unsure;
+  uint64_t reserved[3];
 } kvm_cuda_batch_params;
 
 /* Makes a batch: page tables, the plan of a step and partial results, all in device memory of its
@@ -212,13 +215,66 @@ typedef struct kvm_cuda_item {
  * A fork that is made before the appends of a step have been enqueued has what they append only
  * where it ends in front of it.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
- *          query tokens than the sequence has, bits of a tree beyond n_query), NO_SPACE (of the
+ *          query tokens than the sequence has, or may have where the batch has max_unsure; bits
+ *          of a tree beyond n_query), NO_SPACE (of the
  *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),
  *          BUSY (a sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; what
  *          a move of a sequence has failed with (below); UNSUPPORTED while the stream is being
  *          captured, and of a tree in a batch whose max_query is above 64. */
 KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *items,
                                    uint32_t n_items, kvm_cuda_stream stream);
+
+/* Enqueues what brings the step to lengths that only the device knows, in a batch that has
+ * max_unsure: once behind each update and before what the step appends and attends, which answer
+ * INVALID until then. It may be captured with them.
+ *   lengths   uint32_t [max_items], KVM_BUFFER_DEVICE, read when the stream comes to it: the tokens
+ *             of each item's sequence before this step's append. NULL: as many as the host says.
+ *
+ * Engines whose next step begins before the device has said what became of the last one, of a
+ * speculative decoder's draft say, plan for the longest case. kvm counts all tokens that have been
+ * appended and not taken back: it says n. Of these the device may know that only the first ones
+ * count. Then the step appends there, over what does not; its query rows are the last n_query
+ * tokens of what the sequence has become, and see no token behind it. Windows, policies, trees and
+ * log-weights go by these positions. Page tables are as they were: pages of the longest case that
+ * are not reached stay unused.
+ *
+ * A length counts as the nearest of n - max_unsure to n that leaves the sequence's sure tokens in
+ * it: those that it had behind its last update in a batch without max_unsure, and those that a step
+ * of this batch could not do without: it had at least n - max_unsure before, and keeps all but
+ * max_unsure of what it appends. Truncating takes back sure tokens, too. So prompts that
+ * another batch has appended are never in doubt; and while lengths on the device are true, and no
+ * more than max_unsure below what the host says, nothing is changed of them.
+ *
+ * The host learns the truth whenever it does, and then says it, which enqueues nothing:
+ *
+ *    for t = 0, 1, 2, ...:                            drafts of K tokens, one step ahead: each item
+ *        kvm_cuda_update(batch, items, n, stream);    has n_append = n_query = K, and the batch
+ *        cudaGraphLaunch(step, stream);               max_unsure = K - 1, for one token is kept
+ *        wait for what was kept of step t - 1;        (its copy to the host has its own event)
+ *        kvm_seq_truncate(client, seq, N + K);        N: tokens with those that step t - 1 kept; K:
+ *                                                     step t's, which only the device knows of
+ *
+ * where the graph holds kvm_cuda_set_lengths, the appends and attends of all layers, and the
+ * engine's own kernels, which count the lengths: each step adds what it keeps. With m steps ahead,
+ * max_unsure is m * (K - 1) and the truncation leaves N + m * K. A sequence that is truncated must
+ * not be launched again without an update, as always: truncate behind the launch.
+ *
+ * A tree's accepted path need not be its first rows: each step may append the last D tokens that
+ * were accepted once more, in front of its draft, where D is the tree's depth. Its lengths are then
+ * D below the truth, the host truncates to D less, and max_unsure counts these D, too. Where fewer
+ * than D of them come from the tree, the others are written over themselves.
+ *
+ * Policies keep max_unsure tokens and up to as many appended ones more than they would, so that
+ * what a shorter sequence sees is there. A fork has what the host says; one that may be appended to
+ * over shared pages copies these. The other functions, kvm_cuda_batch_get_indices among them, know
+ * the host's lengths only. With KVM_CUDA_REPRODUCIBLE, work is divided as for the true lengths; but
+ * a sequence that the host takes for longer than a window or a policy's tokens, and that is not, is
+ * attended row by row.
+ * Fails:   INVALID (max_unsure is 0, no update yet, a sequence that has changed since; lengths are
+ *          no device memory, too small, not at a multiple of 4), DEVICE. Threads: as
+ *          kvm_cuda_append. */
+KVM_API kvm_status kvm_cuda_set_lengths(kvm_cuda_batch *batch, const kvm_buffer *lengths,
+                                        kvm_cuda_stream stream);
 
 /* Enqueues the append of one layer, as the last update said.
  *   k, v   [row][n_kv_heads][dim], buffers of KVM_BUFFER_DEVICE, F32, F16 or BF16, both alike;
@@ -229,7 +285,8 @@ KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *i
  *          the same for k and v; they and the addresses are multiples of 16 bytes.
  *          With KVM_SPACE_V_IN_K rows of k are all there is: v is NULL, or NONE.
  * Fails:   INVALID (geometry, an ALIAS or ABSENT layer, a tensor that is too small, no update yet,
- *          a sequence that has changed since), DEVICE. */
+ *          a sequence that has changed since, no lengths yet where the batch has max_unsure),
+ *          DEVICE. */
 KVM_API kvm_status kvm_cuda_append(kvm_cuda_batch *batch, uint32_t layer, const kvm_tensor *k,
                                    const kvm_tensor *v, kvm_cuda_stream stream);
 

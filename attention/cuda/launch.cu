@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "attention/cuda/lengths_kernel.h"
 #include "attention/cuda/read_kernel.h"
 #include "attention/cuda/shapes.h"
 #include "attention/cuda/states_kernel.h"
@@ -99,6 +100,11 @@ __global__ void __launch_bounds__(kStatesThreads)
   merge_states_thread(params);
 }
 
+__global__ void __launch_bounds__(kLengthsThreads)
+    lengths_kernel(const __grid_constant__ LengthsParams params) {
+  lengths_thread(params);
+}
+
 __global__ void __launch_bounds__(kScatterThreads)
     scatter_kernel(const __grid_constant__ ScatterParams params) {
   scatter_thread(params);
@@ -154,6 +160,7 @@ cudaError_t attend_init() {
     visit_value_dim(value_dim(dim), [&]<class Tag>(Tag) { note(load(merge_kernel<Tag::kDim>)); });
   }
   note(load(merge_states_kernel));
+  note(load(lengths_kernel));
   note(load(scatter_kernel));
   note(load(move_kernel));
   return error;
@@ -255,6 +262,15 @@ cudaError_t launch_merge_states(const StatesParams& params, uint32_t n_blocks,
     return cudaSuccess;
   }
   merge_states_kernel<<<n_blocks, kStatesThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_lengths(const LengthsParams& params, uint32_t n_threads, cudaStream_t stream) {
+  if (n_threads == 0) {
+    return cudaSuccess;
+  }
+  const uint32_t n_blocks = (n_threads + kLengthsThreads - 1) / kLengthsThreads;
+  lengths_kernel<<<n_blocks, kLengthsThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

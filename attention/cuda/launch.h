@@ -48,6 +48,8 @@ cudaError_t launch_read(CodecId codec, const ReadParams& params, uint32_t n_bloc
                         cudaStream_t stream);
 // n_blocks: their warps take rows in turn.
 cudaError_t launch_merge_states(const StatesParams& params, uint32_t n_blocks, cudaStream_t stream);
+// n_threads: at least; each has pieces, merges and tokens in turn.
+cudaError_t launch_lengths(const LengthsParams& params, uint32_t n_threads, cudaStream_t stream);
 cudaError_t launch_scatter(const ScatterParams& params, cudaStream_t stream);
 cudaError_t launch_move(const MoveParams& params, cudaStream_t stream);
 

@@ -100,9 +100,9 @@ struct Request {
   uint32_t tree_list = 0;
 };
 
-// A Sight says what rows see, in the prefill kernel, of the tokens up to their own: a row whose
-// query token is list token t sees list token s where t - s is below `window`, and s below n_sinks
-// or t - s below n_recent.
+// A Sight says what rows see of the tokens up to their own: a row whose query token is list token t
+// sees list token s where t - s is below `window`, and s below n_sinks or t - s below n_recent. The
+// prefill kernel reads it; for the others, requests have no token that it hides.
 struct Sight {
   uint32_t window = UINT32_MAX;
   uint32_t n_sinks = 0;
@@ -132,6 +132,7 @@ struct Merge {
   uint32_t row_first = 0;
   uint32_t slot_first = 0;
   uint32_t n_slots = 0;
+  uint32_t work = 0;  // the piece that has the first of them
 };
 
 // Queries and results: element (token, q head, channel) at token * stride_token + head *
@@ -356,6 +357,49 @@ struct ScatterParams {
   uint32_t n_runs = 0;
 };
 
+// A LengthsItem is what a plan counts on of one sequence, which may turn out to have fewer tokens
+// (lengths_kernel.h).
+struct LengthsItem {
+  uint32_t n_before = 0;  // tokens before the append, at most
+  uint32_t n_unsure = 0;  // by which they may be fewer; at most n_before
+  uint32_t n_append = 0;
+  uint32_t n_query = 0;    // REQUIRES: at most n_before - n_unsure + n_append, or 1 where that is 0
+  uint32_t query_row = 0;  // query token 0, in the query and output tensors
+};
+
+// A LengthsKind is one plan, and the room for what becomes of it: as many pieces, merges and tokens
+// to append. Plans of a step differ in sights and in the group.
+struct LengthsKind {
+  const Work* planned_work = nullptr;
+  const Merge* planned_merges = nullptr;
+  const AppendToken* planned_tokens = nullptr;
+  Work* work = nullptr;
+  Merge* merges = nullptr;
+  AppendToken* tokens = nullptr;
+  // How many of each the plan has; n_tokens null: none.
+  const uint32_t* n_work = nullptr;
+  const uint32_t* n_merges = nullptr;
+  const uint32_t* n_tokens = nullptr;
+  uint32_t group = 1;
+  Sight sights[kMaxClasses] = {};  // [page class]
+};
+
+// LIMIT: plans of one launch.
+inline constexpr uint32_t kMaxLengthsKinds = 8;
+
+struct LengthsParams {
+  LengthsKind kinds[kMaxLengthsKinds] = {};
+  uint32_t n_kinds = 0;
+  const LengthsItem* items = nullptr;  // [max_items]
+  // [item] tokens before the append; null: as many as the plan counts on.
+  const uint32_t* lengths = nullptr;
+  // A list has max_pages entries of the page table for each of max_items items, in their order.
+  uint32_t max_items = 1;
+  uint32_t max_pages = 1;
+  uint32_t page_tokens = 64;
+  uint32_t block_rows = 16;
+};
+
 // LIMIT: pages that one launch moves.
 inline constexpr uint32_t kMaxMovedPages = 256;
 
@@ -370,8 +414,8 @@ struct MoveParams {
 
 // Parameters travel in constant memory, 4 KiB on every architecture.
 static_assert(sizeof(DecodeParams) <= 4096 && sizeof(AppendParams) <= 4096 &&
-              sizeof(MoveParams) <= 4096 && sizeof(ReadParams) <= 4096 &&
-              sizeof(StatesParams) <= 4096);
+              sizeof(LengthsParams) <= 4096 && sizeof(MoveParams) <= 4096 &&
+              sizeof(ReadParams) <= 4096 && sizeof(StatesParams) <= 4096);
 
 }  // namespace kvm::attention::gpu
 

@@ -6,6 +6,7 @@
 #include <queue>
 #include <utility>
 
+#include "attention/cuda/stretch.h"
 #include "base/assert.h"
 #include "base/round.h"
 
@@ -29,28 +30,30 @@ struct BlockSight {
   uint32_t n_tokens = 0;
 };
 
-// Of query tokens [first, last] of a request, in the prefill kernel: what none of them sees is not
-// among its tokens.
-BlockSight seen_by(const Request& whole, const Sight& sight, uint32_t first, uint32_t last) {
+// What rows see of a list that has `end` tokens, or up to max_unsure fewer: of whichever they see
+// most of. Of lists that get longer, a row sees more until it has all sinks or its window is full;
+// then as many, and fewer when the window leaves sinks behind.
+Stretch widest_stretch(const Sight& sight, uint32_t n_before, uint32_t end, uint32_t max_unsure) {
+  const uint64_t reach = std::min(sight.window, sight.n_recent);
+  const uint64_t full = std::min<uint64_t>(sight.window, sight.n_sinks + reach);
+  const auto fewer =
+      static_cast<uint32_t>(n_before <= full ? 0 : std::min<uint64_t>(max_unsure, n_before - full));
+  return stretch_of(sight, n_before - fewer, end - fewer);
+}
+
+// Of the rows of a block in the prefill kernel: what none of them sees is not among its tokens.
+BlockSight seen_by(const Request& whole, const PlanOptions& options, uint32_t row_first) {
   KVM_ASSERT(whole.first == 0 && whole.n_first == whole.n_tokens && whole.tree_first == kNoTree);
-  const uint32_t end = whole.n_tokens;
   // Tokens up to the first row's own; 0 where the list is empty and it has none.
-  const uint32_t n_before = end - whole.n_query + first + 1;
-  const auto from = [n_before](uint32_t reach) { return n_before > reach ? n_before - reach : 0; };
-  const uint32_t sinks = from(sight.window), sinks_end = std::min(sight.n_sinks, end);
-  const uint32_t rest = from(std::min(sight.window, sight.n_recent));
+  const uint32_t n_before = whole.n_tokens - whole.n_query + row_first / options.group + 1;
   BlockSight seen{whole, 0};
-  Request& request = seen.request;
-  if (sinks < sinks_end && sinks_end < rest) {
-    request.first = sinks;
-    request.n_first = sinks_end - sinks;
-    request.second = rest;
-    request.n_tokens = request.n_first + (end - rest);
-  } else {
-    request.first = sinks < sinks_end ? sinks : rest;
-    request.n_first = request.n_tokens = end - request.first;
-  }
-  seen.n_tokens = request.n_tokens - std::min(request.n_tokens, whole.n_query - 1 - last);
+  set_stretch(&seen.request,
+              widest_stretch(options.sights[whole.page_class], n_before, whole.n_tokens,
+                             options.max_unsure),
+              0);
+  const uint32_t behind =
+      tokens_behind(row_first, whole.n_query, options.group, options.block_rows);
+  seen.n_tokens = seen.request.n_tokens - std::min(seen.request.n_tokens, behind);
   return seen;
 }
 
@@ -62,9 +65,7 @@ void visit_row_blocks(const Request& request, const PlanOptions& options, Visit 
     const uint32_t n = std::min(rows - row, options.block_rows);
     const bool goes_on = options.sights.empty()
                              ? visit(BlockSight{request, request.n_tokens}, row, n)
-                             : visit(seen_by(request, options.sights[request.page_class],
-                                             row / options.group, (row + n - 1) / options.group),
-                                     row, n);
+                             : visit(seen_by(request, options, row), row, n);
     if (!goes_on) {
       return;
     }
@@ -248,8 +249,8 @@ class Writer {
  public:
   Writer(uint32_t n_first, std::span<Work> work) : work_(work), n_(n_first) {}
 
-  // Returns the place, or null where there is none left; it counts all the same.
-  Work* add(const Work& piece, uint32_t block) {
+  // Returns the place, which `work` may not have; it counts all the same.
+  uint32_t add(const Work& piece, uint32_t block) {
     const bool begins = block != block_;
     const uint32_t at = begins ? block : n_++;
     if (!begins && last_ < work_.size()) {
@@ -257,11 +258,10 @@ class Writer {
     }
     block_ = block;
     last_ = at;
-    if (at >= work_.size()) {
-      return nullptr;
+    if (at < work_.size()) {
+      work_[at] = piece;
     }
-    work_[at] = piece;
-    return &work_[at];
+    return at;
   }
   uint32_t n() const { return n_; }
 
@@ -355,6 +355,23 @@ class Whole {
 
 }  // namespace
 
+void add_requests(const Request& request, uint32_t n_tokens, const Sight& sight,
+                  uint32_t max_unsure, std::vector<Request>* to) {
+  const uint32_t tree_list = n_tokens - request.n_query;
+  if (n_tokens <= std::min(sight.window, sight.n_recent)) {
+    set_stretch(&to->emplace_back(request), {0, n_tokens, 0, n_tokens}, tree_list);
+    return;
+  }
+  for (uint32_t row = 0; row < request.n_query; ++row) {
+    const uint32_t n_before = tree_list + row + 1;
+    const uint32_t end = request.tree_first == kNoTree ? n_before : n_tokens;
+    Request& of_row = to->emplace_back(request);
+    of_row.q_token = request.q_token + row;
+    of_row.n_query = 1;
+    set_stretch(&of_row, widest_stretch(sight, n_before, end, max_unsure), tree_list);
+  }
+}
+
 PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
                        std::span<const uint16_t> heads, const PlanOptions& options,
                        uint32_t n_first, std::span<Work> work, std::vector<Merge>* merges) {
@@ -386,24 +403,23 @@ PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageCl
   Filler filler(load.tokens, options);
   Writer writer(n_first == 0 ? load.n_blocks : n_first, work);
   const auto add_item = [&](Work whole, uint32_t n_tokens, uint64_t fixed_tokens, uint32_t rows) {
-    Work* first = nullptr;
-    uint32_t n_pieces = 0;
+    uint32_t first = 0, n_pieces = 0;
     filler.fill(n_tokens, fixed_tokens, [&](uint32_t begin, uint32_t end, uint32_t block) {
       whole.begin = begin;
       whole.end = end;
       whole.slot = n_pieces == 0 ? -1 : static_cast<int32_t>(counts.n_slots + n_pieces);
-      Work* const piece = writer.add(whole, block);
+      const uint32_t piece = writer.add(whole, block);
       first = n_pieces++ == 0 ? piece : first;
     });
     if (n_pieces == 1) {
       return;
     }
     KVM_ASSERT(n_pieces <= kMaxMergeSlots);
-    if (first != nullptr) {
-      first->slot = static_cast<int32_t>(counts.n_slots);
+    if (first < work.size()) {
+      work[first].slot = static_cast<int32_t>(counts.n_slots);
     }
     merges->push_back({whole.request.q_token, whole.request.n_query, whole.kv_head, whole.row_first,
-                       counts.n_slots, n_pieces});
+                       counts.n_slots, n_pieces, first});
     counts.max_rows = std::max(counts.max_rows, rows);
     counts.n_slots += n_pieces;
   };

@@ -41,6 +41,9 @@ struct PlanOptions {
   // [page class] what rows see, for the prefill kernel. Empty: for the decode kernel, of which
   // every block of rows reads all tokens of its request.
   std::span<const Sight> sights;
+  // By so many tokens, at most, lists may turn out shorter (lengths_kernel.h): with sights, an item
+  // has as many tokens as its rows see of whichever of these lists they see most of.
+  uint32_t max_unsure = 0;
 };
 
 // No piece of the prefill kernel is shorter: its partial state has as many bytes as 128 tokens of
@@ -56,6 +59,15 @@ struct PlanCounts {
   uint32_t n_slots = 0;   // partial states
   uint32_t max_rows = 0;  // of any merge, at most block_rows: MergeParams::rows
 };
+
+// Adds the requests of the decode kernel for the last n_query tokens of a list of n_tokens: one for
+// all of them, where all tokens are within the sight of each; else one for each row, whose window
+// and policy go by its own position, also in a tree, where it may see tokens of later rows. A list
+// that may turn out shorter by up to max_unsure tokens counts as whichever a row sees most of.
+//   request: where the list lies, its log weights, its page class, q_token and n_query; tree_first
+//            is kNoTree, or anything else where the query tokens are a tree.
+void add_requests(const Request& request, uint32_t n_tokens, const Sight& sight,
+                  uint32_t max_unsure, std::vector<Request>* to);
 
 // Writes a plan where it is wanted. The first pieces of the blocks go to the front of `work`, which
 // keeps n_first places for them (0: as many as there are blocks); those of blocks without work stay

@@ -16,6 +16,8 @@ using attention::gpu::AppendParams;
 using attention::gpu::DecodeKernel;
 using attention::gpu::DecodeParams;
 using attention::gpu::DecodePlan;
+using attention::gpu::LengthsKind;
+using attention::gpu::LengthsParams;
 using attention::gpu::MergeParams;
 using attention::gpu::ReadParams;
 using attention::gpu::testing::AppendCase;
@@ -49,6 +51,25 @@ void download(T* to, const T* from, size_t n) {
   }
 }
 
+// Brings the plan of a late case to the lengths that there are; it is on the device then.
+void bring_plan(Case* one, const DecodePlan& plan, Uploaded* on, DecodeParams* decode,
+                MergeParams* merge) {
+  DecodePlan brought;
+  LengthsParams lengths = one->lengths_params(plan, &brought);
+  LengthsKind& kind = lengths.kinds[0];
+  kind.planned_work = on->add(plan.work);
+  kind.planned_merges = on->add(plan.merges);
+  decode->work = kind.work = on->add(brought.work);
+  merge->merges = kind.merges = on->add(brought.merges);
+  const uint32_t* const counts = on->add(one->counts);
+  kind.n_work = counts;
+  kind.n_merges = counts + 1;
+  lengths.items = on->add(one->items);
+  lengths.lengths = on->add(one->told);
+  check(launch_lengths(lengths, static_cast<uint32_t>(plan.work.size()), nullptr),
+        "lengths kernel");
+}
+
 bool verify_case(const CaseSpec& spec, uint64_t seed) {
   Case one(spec, seed);
   const DecodePlan plan = one.plan();
@@ -65,7 +86,6 @@ bool verify_case(const CaseSpec& spec, uint64_t seed) {
   decode.log_weights = on.add(one.log_weights);
   decode.tree_mask = on.add(one.tree_mask);
   decode.tensors.sink_logits = spec.sinks ? on.add(one.sink_logits) : nullptr;
-  decode.work = on.add(plan.work);
   decode.partial_o = on.add(one.partial_o);
   decode.partial_lse = on.add(one.partial_lse);
   decode.tensors.q = on.add(one.q.data(), one.q.size());
@@ -74,7 +94,12 @@ bool verify_case(const CaseSpec& spec, uint64_t seed) {
   decode.tensors.o = o;
   decode.tensors.lse = spec.reads_lse ? lse : nullptr;
   merge.tensors = decode.tensors;
-  merge.merges = on.add(plan.merges);
+  if (spec.is_late()) {
+    bring_plan(&one, plan, &on, &decode, &merge);
+  } else {
+    decode.work = on.add(plan.work);
+    merge.merges = on.add(plan.merges);
+  }
   merge.partial_o = decode.partial_o;
   merge.partial_lse = decode.partial_lse;
 

@@ -54,7 +54,7 @@ def kernel_name(symbol):
         return f"decode_{ELEMENT[element]}_d{sass.MLA_DIM}_rows{16 * int(row_tiles)}"
     if match := MERGE.search(symbol):
         return f"merge_d{match.group(1)}"
-    for name in ("scatter", "move", "merge_states"):
+    for name in ("lengths", "scatter", "move", "merge_states"):
         if f"{name}_kernel" in symbol:
             return name
     if match := APPEND.search(symbol):

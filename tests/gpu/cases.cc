@@ -286,6 +286,174 @@ void add_prefills(Add add_case) {
   add({.name = "flat", .n_query = 40, .lengths = {200}, .q_size = 0.01f});
 }
 
+// Plans for sequences that turn out shorter: by nothing, within a tile, to its edges and those of
+// pages, by more than a piece, to where one piece is left, to nothing.
+template <class Add>
+void add_late(Add add_case) {
+  const auto add = [&add_case](CaseSpec spec) {
+    spec.name = "late" + std::string(spec.name.empty() ? "" : ", ") + spec.name;
+    add_case(spec);
+  };
+  for (const CodecId codec : {CodecId::kBf16, CodecId::kF8, codecs::kI4}) {
+    const uint32_t dim = codec == CodecId::kF8 ? 64 : 128;
+    add({.codec = codec,
+         .dim = dim,
+         .group = 8,
+         .page_tokens = 16,
+         .lengths = {1000, 64, 63, 65, 1, 400},
+         .missing = {0, 1, 130, 16, 7, 600},
+         .blocks = 3});
+    add({.name = "causal, sinks",
+         .codec = codec,
+         .dtype_o = Dtype::kBf16,
+         .dim = dim,
+         .n_query = 4,
+         .classes = {{.n_heads = 2}},
+         .lengths = {200, 4, 64, 70},
+         .missing = {60, 150, 0, 1},
+         .blocks = 3,
+         .sinks = true});
+    add({.name = "tree, fixed pieces",
+         .codec = codec,
+         .dim = dim,
+         .group = 2,
+         .n_query = 16,
+         .lengths = {128, 129, 16, 64},
+         .missing = {70, 63, 200, 0},
+         .fixed_tokens = 64,
+         .tree = true,
+         .sinks = true});
+    add({.name = "classes",
+         .codec = codec,
+         .dim = dim,
+         .group = 3,
+         .n_query = 5,
+         .page_tokens = 24,
+         .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 7, .window = 60}},
+         .lengths = {300, 58, 70, 5},
+         .missing = {40, 30, 1, 90},
+         .blocks = 5,
+         .weights = Weights::kHidden});
+  }
+  // One row of an item is a request by itself where its window moves; a window that leaves sinks
+  // behind shows a shorter list more of them, up to a length between the two.
+  for (const uint32_t window : {1u, 40u, 64u}) {
+    add({.name = "window",
+         .dim = 64,
+         .n_query = window == 40 ? 1u : 6u,
+         .layer_window = window,
+         .classes = {{.n_heads = 1}, {.n_heads = 1, .sinks = 150, .window = 9}},
+         .lengths = {300, 90, 20, 64},
+         .missing = {70, 3, 35, 0},
+         .blocks = 4,
+         .sinks = true});
+  }
+  for (const bool tree : {false, true}) {
+    add({.name = tree ? "tree over sinks and a window" : "sinks and a window",
+         .dim = 64,
+         .group = 2,
+         .n_query = 7,
+         .layer_window = 90,
+         .page_tokens = 16,
+         .classes = {{.n_heads = 2, .sinks = 50, .window = 30}},
+         .lengths = {100, 75, 95, 130},
+         .missing = {60, 25, 30, 100},
+         .blocks = 3,
+         .weights = Weights::kSome,
+         .tree = tree});
+  }
+  add({.name = "long, fixed pieces",
+       .group = 4,
+       .n_query = 2,
+       .lengths = {511, 512, 513, 64, 65},
+       .missing = {129, 128, 127, 449, 448},
+       .blocks = 7,
+       .fixed_tokens = 64,
+       .sinks = true});
+  add({.name = "rows past a block",
+       .group = 5,
+       .n_query = 7,
+       .classes = {{.n_heads = 1}, {.n_heads = 1, .window = 33}},
+       .lengths = {150, 64},
+       .missing = {20, 64},
+       .blocks = 4,
+       .fixed_tokens = 64});
+  // More pieces than threads.
+  add({.name = "many",
+       .dim = 64,
+       .group = 2,
+       .classes = {{.n_heads = 17}},
+       .lengths = std::vector<uint32_t>(20, 9),
+       .missing = std::vector<uint32_t>(20, 5),
+       .blocks = 3});
+  add({.name = "nothing left", .lengths = {0, 0, 5}, .missing = {0, 300, 20}, .blocks = 2});
+  add({.name = "nothing left, sinks",
+       .lengths = {0, 0, 5},
+       .missing = {0, 700, 20},
+       .blocks = 6,
+       .sinks = true});
+  for (const CodecId codec : {CodecId::kF16, CodecId::kI8}) {
+    add({.name = "prefill",
+         .codec = codec,
+         .dim = 64,
+         .group = 1,
+         .n_query = 131,
+         .prefill = true,
+         .lengths = {131, 150, 200},
+         .missing = {64, 0, 31}});
+    add({.name = "prefill, split, sinks",
+         .codec = codec,
+         .group = 8,
+         .n_query = 5,
+         .prefill = true,
+         .page_tokens = 16,
+         .lengths = {520, 64, 30},
+         .missing = {600, 1, 800},
+         .blocks = 7,
+         .sinks = true});
+    add({.name = "prefill, windows, weights",
+         .codec = codec,
+         .dim = 64,
+         .group = 3,
+         .n_query = 60,
+         .prefill = true,
+         .layer_window = 90,
+         .page_tokens = 24,
+         .classes = {{.n_heads = 1}, {.n_heads = 1, .sinks = 50, .window = 33}},
+         .lengths = {230, 70, 100},
+         .missing = {40, 80, 5},
+         .blocks = 2,
+         .weights = Weights::kSome});
+  }
+  add({.name = "prefill, fixed",
+       .dim = 64,
+       .group = 4,
+       .n_query = 40,
+       .prefill = true,
+       .classes = {{.n_heads = 1, .sinks = 4, .window = 128}},
+       .lengths = {500, 90},
+       .missing = {77, 320},
+       .blocks = 3,
+       .fixed_tokens = 64});
+  add({.name = "mla",
+       .dim = kMlaDim,
+       .group = 16,
+       .n_query = 4,
+       .lengths = {200, 67, 4, 32},
+       .missing = {90, 64, 120, 0},
+       .blocks = 3,
+       .sinks = true});
+  add({.name = "mla, tree over a window",
+       .dim = kMlaDim,
+       .group = 4,
+       .n_query = 4,
+       .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 3, .window = 70}},
+       .lengths = {210, 60, 80},
+       .missing = {9, 50, 33},
+       .blocks = 3,
+       .tree = true});
+}
+
 }  // namespace
 
 std::vector<CaseSpec> all_cases() {
@@ -682,6 +850,7 @@ std::vector<CaseSpec> all_cases() {
          .q_size = 4.0f});
   }
   add_prefills(add);
+  add_late(add);
   // Latent rows: every shape, lengths around the edges of tiles, pages and stages; blocks of rows
   // that are full, and the last one that is not; groups of q heads that fill blocks and parts.
   for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
@@ -814,6 +983,14 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
     classes[c].layer_offset_bytes = static_cast<uint32_t>(c % 2 == 0 ? largest_page : 0);
   }
 
+  if (spec_.is_late()) {
+    for (uint32_t s = 0; s < spec_.lengths.size(); ++s) {
+      max_pages_ =
+          std::max(max_pages_, static_cast<uint32_t>(div_up(planned(s), spec_.page_tokens)) + 1);
+    }
+    page_table.assign(spec_.lengths.size() * classes.size() * max_pages_, UINT32_MAX);
+    tell_lengths();
+  }
   uint64_t free_page = 0;
   for (uint32_t s = 0; s < spec_.lengths.size(); ++s) {
     for (uint32_t c = 0; c < spec_.classes.size(); ++c) {
@@ -855,7 +1032,7 @@ Case::Case(const CaseSpec& spec, uint64_t seed) : spec_(spec), seed_(seed) {
 }
 
 bool Case::keeps(const ClassSpec& of, uint32_t length, uint32_t position) const {
-  const uint32_t more = spec_.prefill ? spec_.n_query - 1 : 0;  // what the first row sees
+  const uint32_t more = spec_.windows_move() ? spec_.n_query - 1 : 0;  // what the first row sees
   return (of.window == 0 || position < of.sinks || position + of.window + more >= length) &&
          (spec_.layer_window == 0 || position + spec_.layer_window + more >= length);
 }
@@ -865,13 +1042,14 @@ bool Case::sees(const ClassSpec& of, uint32_t query_token, uint32_t length,
                 uint32_t position) const {
   const uint32_t row = query_token % spec_.n_query;
   const uint32_t first = length - std::min(length, spec_.n_query);
-  if (spec_.prefill) {
-    const uint32_t own = first + row;
-    return position <= own && (spec_.layer_window == 0 || position + spec_.layer_window > own) &&
-           (of.window == 0 || position < of.sinks || position + of.window > own);
+  const uint32_t own = first + row;
+  if (spec_.windows_move() &&
+      ((spec_.layer_window != 0 && position + spec_.layer_window <= own) ||
+       (of.window != 0 && position >= of.sinks && position + of.window <= own))) {
+    return false;
   }
-  return position < first || (spec_.tree ? (tree_mask[query_token] >> (position - first) & 1) != 0
-                                         : position - first <= row);
+  return position < first ||
+         (spec_.tree ? (tree_mask[query_token] >> (position - first) & 1) != 0 : position <= own);
 }
 
 uint16_t Case::stored(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
@@ -998,14 +1176,16 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
   const PageClass& lies = classes[page_class];
   const uint32_t length = spec_.lengths[sequence], page = spec_.page_tokens;
   Request request;
-  request.table = page_table.size();
+  request.table = spec_.is_late()
+                      ? (uint64_t{page_class} * spec_.lengths.size() + sequence) * max_pages_
+                      : page_table.size();
   request.q_token = sequence * spec_.n_query;
   request.n_query = spec_.n_query;
   request.page_class = page_class;
 
-  // Whole pages are kept. Those between sinks and window are not in the list; with the prefill
-  // kernel they have places there, as a device's have.
-  const bool all = spec_.prefill || of.window == 0 || of.sinks + of.window >= length;
+  // Whole pages are kept. Those between sinks and window are not in the list; where windows move
+  // they have places there, as a device's have.
+  const bool all = spec_.windows_move() || of.window == 0 || of.sinks + of.window >= length;
   const uint32_t window_first = all ? 0 : length - of.window;
   const uint32_t sink_pages = all ? 0 : static_cast<uint32_t>(div_up(of.sinks, page));
   const uint32_t window_page = std::max(window_first / page, sink_pages);
@@ -1013,7 +1193,7 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
   for (uint32_t i = 0; i < sink_pages; ++i) {
     kept.push_back(i);
   }
-  for (uint32_t i = window_page; i < div_up(length, page); ++i) {
+  for (uint32_t i = window_page; i < div_up(planned(sequence), page); ++i) {
     kept.push_back(i);
   }
   if (all) {
@@ -1034,16 +1214,17 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
                        std::numeric_limits<float>::quiet_NaN());
   }
   for (uint32_t at = 0; at < kept.size(); ++at) {
-    bool holds_some = !spec_.prefill;
+    bool holds_some = !spec_.windows_move();
     for (uint32_t i = kept[at] * page; i < std::min((kept[at] + 1) * page, length); ++i) {
       holds_some = holds_some || keeps(of, length, i);
     }
+    const uint32_t nobody = kSegments << kEntrySlotBits;
+    const uint32_t entry = holds_some ? page_order_[(*free_page)++] : nobody;
+    page_table.resize(std::max<size_t>(page_table.size(), request.table + at + 1));
+    page_table[request.table + at] = entry;
     if (!holds_some) {
-      page_table.push_back(kSegments << kEntrySlotBits);  // of nobody
       continue;
     }
-    const uint32_t entry = page_order_[(*free_page)++];
-    page_table.push_back(entry);
     uint8_t* base = segments[entry >> kEntrySlotBits].data() +
                     (entry & kEntrySlotMask) * lies.page_bytes + lies.layer_offset_bytes;
     for (uint32_t row = 0; row < page; ++row) {
@@ -1073,8 +1254,73 @@ void Case::place(uint32_t sequence, uint32_t page_class, uint64_t* free_page) {
       }
     }
   }
+  if (spec_.is_late()) {
+    add_requests_of(sequence, request);
+    return;
+  }
   page_table.push_back(UINT32_MAX);  // behind the list: no segment has it
   requests.push_back(request);
+}
+
+// As a batch plans it.
+void Case::add_requests_of(uint32_t sequence, const Request& list) {
+  if (spec_.prefill) {
+    requests.push_back(list);
+    requests.back().n_first = requests.back().n_tokens = planned(sequence);
+  } else {
+    add_requests(list, planned(sequence), sights()[list.page_class], max_unsure(), &requests);
+  }
+}
+
+uint32_t Case::max_unsure() const {
+  return spec_.is_late() ? *std::max_element(spec_.missing.begin(), spec_.missing.end()) + 3 : 0;
+}
+
+// Of every second sequence it is said that it has fewer tokens than it may have, and of those that
+// miss none that they have more than the plan counts on.
+void Case::tell_lengths() {
+  for (uint32_t s = 0; s < spec_.lengths.size(); ++s) {
+    const uint32_t length = spec_.lengths[s], missing = spec_.missing[s];
+    const uint32_t n_append = std::min(length, spec_.n_query);
+    const uint32_t n_before = length - n_append;
+    const bool is_exact = s % 2 == 0;
+    LengthsItem item;
+    item.n_before = n_before + missing;
+    item.n_unsure = std::min(is_exact ? missing : max_unsure(), item.n_before);
+    item.n_append = n_append;
+    item.n_query = spec_.n_query;
+    item.query_row = s * spec_.n_query;
+    items.push_back(item);
+    told.push_back(missing == 0 ? n_before + 7 : is_exact ? n_before / 2 : n_before);
+  }
+}
+
+LengthsParams Case::lengths_params(const DecodePlan& plan, DecodePlan* to) {
+  to->work.assign(plan.work.size(), Work{});
+  to->merges.assign(plan.merges.size(), Merge{});
+  to->n_blocks = plan.n_blocks;
+  to->n_slots = plan.n_slots;
+  to->max_rows = plan.max_rows;
+  counts = {static_cast<uint32_t>(plan.work.size()), static_cast<uint32_t>(plan.merges.size())};
+  LengthsParams params;
+  params.n_kinds = 1;
+  LengthsKind& kind = params.kinds[0];
+  kind.planned_work = plan.work.data();
+  kind.planned_merges = plan.merges.data();
+  kind.work = to->work.data();
+  kind.merges = to->merges.data();
+  kind.n_work = &counts[0];
+  kind.n_merges = &counts[1];
+  kind.group = spec_.group;
+  const std::vector<Sight> seen = sights();
+  std::copy(seen.begin(), seen.end(), kind.sights);
+  params.items = items.data();
+  params.lengths = told.data();
+  params.max_items = static_cast<uint32_t>(items.size());
+  params.max_pages = max_pages_;
+  params.page_tokens = spec_.page_tokens;
+  params.block_rows = block_rows();
+  return params;
 }
 
 DecodePlan Case::plan() const {
@@ -1088,6 +1334,7 @@ DecodePlan Case::plan() const {
   const std::vector<Sight> seen = sights();
   if (spec_.prefill) {
     options.sights = seen;
+    options.max_unsure = max_unsure();
   }
   return plan_decode(requests, classes, heads, options);
 }
@@ -1180,6 +1427,9 @@ std::vector<std::span<uint8_t>> Case::memory() {
   all.push_back({reinterpret_cast<uint8_t*>(log_weights.data()),
                  (log_weights.size() - kGuard) * sizeof(float)});
   append_range(&all, tree_mask);
+  append_range(&all, items);
+  append_range(&all, told);
+  append_range(&all, counts);
   append_range(&all, sink_logits);
   append_range(&all, lse);
   append_range(&all, partial_o);
@@ -1201,11 +1451,12 @@ void Case::reference() {
   const uint32_t dim_v = spec_.dim_v();
   ref_o_.assign(size_t{n_tokens_q_} * q_heads * dim_v, 0.0);
   ref_lse_.assign(size_t{n_tokens_q_} * q_heads, -std::numeric_limits<double>::infinity());
-  for (const Request& request : requests) {
-    const ClassSpec& of = spec_.classes[request.page_class];
-    const uint32_t sequence = request.q_token / spec_.n_query;
+  for (uint32_t index = 0; index < spec_.lengths.size() * classes.size(); ++index) {
+    const uint32_t sequence = index / static_cast<uint32_t>(classes.size());
+    const uint32_t page_class = index % static_cast<uint32_t>(classes.size());
+    const ClassSpec& of = spec_.classes[page_class];
     const uint32_t length = spec_.lengths[sequence];
-    const PageClass& lies = classes[request.page_class];
+    const PageClass& lies = classes[page_class];
     for (uint32_t head = 0; head < lies.n_heads; ++head) {
       const uint32_t kv_head = heads[lies.heads_first + head];
       std::vector<double> k(size_t{length} * spec_.dim), v(size_t{length} * dim_v);
@@ -1218,7 +1469,7 @@ void Case::reference() {
         }
       }
       for (uint32_t row = 0; row < spec_.n_query * spec_.group; ++row) {
-        const uint32_t token = request.q_token + row / spec_.group;
+        const uint32_t token = sequence * spec_.n_query + row / spec_.group;
         const uint32_t q_head = kv_head * spec_.group + row % spec_.group;
         const auto* query = reinterpret_cast<const uint16_t*>(q.data()) +
                             (size_t{token} * q_heads + q_head) * stride;

@@ -46,6 +46,9 @@ struct CaseSpec {
   uint32_t page_tokens = 64;
   std::vector<ClassSpec> classes = {{}};
   std::vector<uint32_t> lengths = {100};  // per sequence
+  // [sequence] tokens that the plan counts on and the sequence has not; the lengths kernel brings
+  // the plan to `lengths`. Windows move with each row then, too. Empty: the plan is for `lengths`.
+  std::vector<uint32_t> missing = {};
   uint32_t blocks = 4;
   uint32_t fixed_tokens = 0;
   uint32_t least_tokens = 64;
@@ -65,6 +68,8 @@ struct CaseSpec {
   uint32_t block_rows() const;
   bool v_in_k() const { return dim == kMlaDim; }
   uint32_t dim_v() const { return value_dim(dim); }
+  bool is_late() const { return !missing.empty(); }
+  bool windows_move() const { return prefill || is_late(); }
   Dtype query_dtype() const {
     return codecs::codec_of(codec).is_scaled() ? dtype_q : half_of(codec);
   }
@@ -103,6 +108,10 @@ class Case {
   DecodeParams decode_params(const DecodePlan& plan);
   MergeParams merge_params(const DecodePlan& plan);
 
+  // Of a late one: what brings `plan` to the lengths that there are, into *to, which becomes as
+  // large and has nothing of it yet. Both must outlive the launch.
+  LengthsParams lengths_params(const DecodePlan& plan, DecodePlan* to);
+
   // Everything that a kernel may touch, for the emulator.
   std::vector<std::span<uint8_t>> memory();
 
@@ -127,13 +136,25 @@ class Case {
   std::vector<Request> requests;
   std::vector<float> log_weights;
   std::vector<uint64_t> tree_mask;  // [query token], where spec().tree
-  std::vector<float> sink_logits;   // [q head], where spec().sinks
+  // Where spec().is_late: what the plan counts on, what is said of it, and how many pieces and
+  // merges there are.
+  std::vector<LengthsItem> items;
+  std::vector<uint32_t> told;
+  std::vector<uint32_t> counts;
+  std::vector<float> sink_logits;  // [q head], where spec().sinks
   Bytes q, o;
   std::vector<float> lse, partial_o, partial_lse;
 
  private:
   struct Sequence;
   void place(uint32_t sequence, uint32_t page_class, uint64_t* free_page);
+  void add_requests_of(uint32_t sequence, const Request& list);
+  void tell_lengths();
+  // Tokens that the plan counts on.
+  uint32_t planned(uint32_t sequence) const {
+    return spec_.lengths[sequence] + (spec_.is_late() ? spec_.missing[sequence] : 0);
+  }
+  uint32_t max_unsure() const;
   // Bits of an element, of its row's or its group's parameters (bf16), and what they stand for.
   uint16_t stored(uint32_t sequence, uint32_t kv_head, uint32_t position, uint32_t channel,
                   bool is_v) const;
@@ -158,6 +179,7 @@ class Case {
   uint64_t seed_;
   uint32_t n_kv_heads_ = 0;
   uint32_t n_tokens_q_ = 0;
+  uint32_t max_pages_ = 0;  // of a list, where is_late
   std::vector<uint32_t> page_order_;
   std::vector<double> ref_o_, ref_lse_;
 };

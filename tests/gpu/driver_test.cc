@@ -28,6 +28,8 @@ using attention::gpu::AttendTensors;
 using attention::gpu::DecodeKernel;
 using attention::gpu::DecodeParams;
 using attention::gpu::kEntrySlotBits;
+using attention::gpu::LengthsItem;
+using attention::gpu::LengthsParams;
 using attention::gpu::make_divider;
 using attention::gpu::Merge;
 using attention::gpu::MergeParams;
@@ -224,6 +226,49 @@ TEST_P(DriverTest, ScattersAndMoves) {
               0)
         << place;
   }
+  driver_->free(memory);
+}
+
+// A plan for 70 tokens, of which the device knows 63: a piece ends there, and the token that comes
+// next goes to the page before.
+TEST_P(DriverTest, BringsPlansToLengths) {
+  struct Room {
+    Work planned_work, work;
+    AppendToken planned_token, token;
+    LengthsItem item;
+    uint32_t length, n_work, n_merges, n_tokens;
+  };
+  uint8_t* const memory = take(driver_->allocate(sizeof(Room)));
+  const HostBuffer host(driver_.get(), sizeof(Room));
+  auto* const room = new (host.data()) Room{};
+  room->planned_work.request.n_first = room->planned_work.request.n_tokens = 71;
+  room->planned_work.end = 71;
+  room->planned_token = {70 / 64, 70 % 64, 0, 0};
+  room->item = {70, 10, 1, 1, 0};
+  room->length = 63;
+  room->n_work = room->n_tokens = 1;
+  ok(driver_->copy(memory, host.data(), sizeof(Room), stream_));
+  auto* const there = reinterpret_cast<Room*>(memory);
+  LengthsParams params;
+  params.n_kinds = 1;
+  params.kinds[0].planned_work = &there->planned_work;
+  params.kinds[0].work = &there->work;
+  params.kinds[0].planned_tokens = &there->planned_token;
+  params.kinds[0].tokens = &there->token;
+  params.kinds[0].n_work = &there->n_work;
+  params.kinds[0].n_merges = &there->n_merges;
+  params.kinds[0].n_tokens = &there->n_tokens;
+  params.items = &there->item;
+  params.lengths = &there->length;
+  params.max_pages = 2;
+  ok(driver_->lengths(params, 1, stream_));
+  ok(driver_->lengths(LengthsParams{}, 0, stream_));
+  ok(driver_->copy(host.data(), memory, sizeof(Room), stream_));
+  ok(driver_->synchronize_device());
+  EXPECT_EQ(room->work.end, 64u);
+  EXPECT_EQ(room->work.request.n_tokens, 64u);
+  EXPECT_EQ(room->token.table, 0u);
+  EXPECT_EQ(room->token.row, 63u);
   driver_->free(memory);
 }
 

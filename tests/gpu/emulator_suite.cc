@@ -16,6 +16,7 @@
 #include <string_view>
 
 #include "attention/cuda/emulator.h"
+#include "attention/cuda/lengths_kernel.h"
 #include "attention/cuda/read_kernel.h"
 #include "attention/cuda/shapes.h"
 #include "attention/cuda/states_kernel.h"
@@ -60,6 +61,7 @@ class Suite {
   void append(const AppendSpec& spec);
   void read(const ReadSpec& spec);
   void merge_states(const StatesSpec& spec);
+  void lengths_of_tokens(bool told);
   void scatter(uint32_t n_runs, uint32_t n_words);
   void move(uint32_t n_pages, uint64_t page_bytes, bool pack);
 
@@ -139,7 +141,14 @@ void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
 template <class Shape>
 void Suite::attend(const CaseSpec& spec, const char* shape_name) {
   Case one(spec, seed_);
-  const DecodePlan plan = one.plan();
+  DecodePlan plan = one.plan();
+  if (spec.is_late()) {
+    DecodePlan brought;
+    const LengthsParams lengths = one.lengths_params(plan, &brought);
+    const auto n_blocks = static_cast<uint32_t>(1 + plan.work.size() / (2 * kLengthsThreads));
+    launch("lengths", n_blocks, kLengthsThreads, 0, one.memory(), [&] { lengths_thread(lengths); });
+    plan = std::move(brought);
+  }
   const DecodeParams params = one.decode_params(plan);
   const MergeParams merge = one.merge_params(plan);
   one.clear_results();
@@ -280,6 +289,56 @@ void Suite::merge_states(const StatesSpec& spec) {
   conclude(one.name(), errors.ok(), errors.o, errors.lse);
 }
 
+// New tokens of two lists of three sequences, in plans of which one has none, move to where the
+// sequences end: over the edges of pages, and not. What is behind the counted ones stays.
+void Suite::lengths_of_tokens(bool told) {
+  constexpr uint32_t kItems = 3, kLists = 2, kPages = 5, kPageTokens = 6, kNew = 8;
+  const LengthsItem items[kItems] = {
+      {.n_before = 13, .n_unsure = 8, .n_append = kNew, .n_query = 1},
+      {.n_before = 18, .n_unsure = 2, .n_append = kNew, .n_query = 1},
+      {.n_before = 5, .n_unsure = 5, .n_append = kNew, .n_query = 1}};
+  const uint32_t lengths[kItems] = {11, 3, 9};
+  const uint32_t missing[kItems] = {told ? 2u : 0, told ? 2u : 0, 0};
+  std::vector<AppendToken> planned, expected;
+  for (uint32_t list = 0; list < kLists; ++list) {
+    for (uint32_t item = 0; item < kItems; ++item) {
+      const uint32_t table = (list * kItems + item) * kPages;
+      for (uint32_t i = 0; i < kNew; ++i) {
+        const uint32_t at = items[item].n_before + i, is = at - missing[item];
+        planned.push_back({table + at / kPageTokens, at % kPageTokens, i, list});
+        expected.push_back({table + is / kPageTokens, is % kPageTokens, i, list});
+      }
+    }
+  }
+  const auto n_tokens = static_cast<uint32_t>(planned.size()), nothing = 0u;
+  planned.push_back(planned.back());
+  expected.emplace_back();
+  std::vector<AppendToken> tokens(planned.size());
+  LengthsParams params;
+  params.n_kinds = 3;
+  for (uint32_t k = 0; k < params.n_kinds; ++k) {
+    params.kinds[k].n_work = params.kinds[k].n_merges = &nothing;
+  }
+  params.kinds[2].planned_tokens = planned.data();
+  params.kinds[2].tokens = tokens.data();
+  params.kinds[2].n_tokens = &n_tokens;
+  params.items = items;
+  params.lengths = told ? lengths : nullptr;
+  params.max_items = kItems;
+  params.max_pages = kPages;
+  params.page_tokens = kPageTokens;
+  const auto range = [](const auto& of, size_t size_bytes) {
+    return std::span(const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(&of)), size_bytes);
+  };
+  launch("lengths", 2, kLengthsThreads, 0,
+         {{range(items, sizeof items), range(lengths, sizeof lengths),
+           range(n_tokens, sizeof n_tokens), range(nothing, sizeof nothing)}},
+         [&] { lengths_thread(params); });
+  const bool right =
+      std::memcmp(tokens.data(), expected.data(), tokens.size() * sizeof(AppendToken)) == 0;
+  conclude(told ? "lengths of tokens" : "lengths of tokens, as planned", right, 0, 0);
+}
+
 // Runs of 1 to n_words words with gaps of a word between them: aligned in both places, in one, in
 // none.
 void Suite::scatter(uint32_t n_runs, uint32_t n_words) {
@@ -402,6 +461,8 @@ void run_others(Suite* suite) {
   for (const StatesSpec& spec : all_states()) {
     suite->merge_states(spec);
   }
+  suite->lengths_of_tokens(true);
+  suite->lengths_of_tokens(false);
   suite->scatter(1, 1);
   suite->scatter(40, kMaxRunWords);
   for (const bool pack : {true, false}) {

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "attention/cuda/emulator.h"
+#include "attention/cuda/lengths_kernel.h"
 #include "attention/cuda/read_kernel.h"
 #include "attention/cuda/shapes.h"
 #include "attention/cuda/states_kernel.h"
@@ -728,6 +729,16 @@ Status FakeDriver::merge_states(const StatesParams& params, uint32_t n_blocks, S
     run_kernel(
         "merge_states", n_blocks, kStatesThreads, 0, [&params] { merge_states_thread(params); },
         false, Reach::kDeviceAndHost);
+  });
+  return Status::ok();
+}
+
+Status FakeDriver::lengths(const LengthsParams& params, uint32_t n_threads, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  KVM_TRY(begin(Operation::kLaunch, "lengths"));
+  enqueue(stream, [this, params, n_threads] {
+    run_kernel("lengths", static_cast<uint32_t>(div_up(n_threads, kLengthsThreads)),
+               kLengthsThreads, 0, [&params] { lengths_thread(params); });
   });
   return Status::ok();
 }

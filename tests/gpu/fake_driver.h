@@ -142,6 +142,8 @@ class FakeDriver final : public Driver {
               Stream stream) override;
   Status merge_states(const attention::gpu::StatesParams& params, uint32_t n_blocks,
                       Stream stream) override;
+  Status lengths(const attention::gpu::LengthsParams& params, uint32_t n_threads,
+                 Stream stream) override;
   Status scatter(const attention::gpu::ScatterParams& params, Stream stream) override;
   Status move(const attention::gpu::MoveParams& params, Stream stream) override;
 

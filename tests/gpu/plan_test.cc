@@ -117,6 +117,8 @@ void expect_sound(const Batch& batch, const PlanOptions& options, const DecodePl
     const auto& pieces = items[{merge.q_token / kTokensApart, merge.kv_head, merge.row_first}];
     ASSERT_EQ(merge.slot_first, slot);
     ASSERT_EQ(merge.n_slots, pieces.size());
+    ASSERT_EQ(plan.work[merge.work].slot, static_cast<int32_t>(slot));
+    ASSERT_EQ(plan.work[merge.work].begin, 0u);
     for (const Work& work : pieces) {
       ASSERT_EQ(work.slot, static_cast<int32_t>(slot++));
     }
@@ -193,6 +195,43 @@ TEST(Plan, RandomPrefills) {
     }
     const DecodePlan made = plan(batch, options);
     ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
+  }
+}
+
+// A row of a list that may turn out shorter is planned for as many tokens as it can see at most.
+TEST(Plan, ShorterListsFitIntoWhatIsPlanned) {
+  for (uint64_t seed = 0; seed < 2000; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    const auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
+    Sight sight;
+    sight.window = below(3) == 0 ? UINT32_MAX : 1 + below(60);
+    if (below(2) == 0) {
+      sight.n_sinks = below(50);
+      sight.n_recent = 1 + below(40);
+    }
+    Request list;
+    list.n_query = 1 + below(5);
+    list.tree_first = below(2) == 0 ? 0 : kNoTree;
+    const uint32_t unsure = below(40), n_tokens = list.n_query + unsure + below(100);
+    std::vector<Request> planned;
+    add_requests(list, n_tokens, sight, unsure, &planned);
+    const uint32_t rows = static_cast<uint32_t>(planned.size());
+    ASSERT_EQ(rows * planned[0].n_query, list.n_query);
+    for (uint32_t row = 0; row < rows; ++row) {
+      uint32_t most = 0;
+      for (uint32_t missing = 0; missing <= unsure; ++missing) {
+        const uint32_t n = n_tokens - missing;
+        const uint32_t own = n - list.n_query + row;
+        const uint32_t last = rows == 1 || list.tree_first != kNoTree ? n - 1 : own;
+        uint32_t seen = 0;
+        for (uint32_t token = 0; token <= last; ++token) {
+          seen += token > own || sees(sight, own, token) ? 1 : 0;
+        }
+        most = std::max(most, seen);
+      }
+      ASSERT_EQ(planned[row].n_tokens, most) << "row " << row;
+    }
   }
 }
 

@@ -22,12 +22,13 @@ import threading
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CUDA = "attention/cuda/"
-DECODE, PREFILL, MLA, TILES, ROWS, CODES, LOGITS, SHAPES, MERGE, APPEND, PAGES, PLAN, TABLE = (
+(DECODE, PREFILL, MLA, TILES, ROWS, CODES, LOGITS, SHAPES, MERGE, APPEND, PAGES, PLAN, TABLE,
+ LENGTHS, STRETCH, READ, STATES) = (
     CUDA + name for name in
     ("decode_kernel.h", "prefill_kernel.h", "mla_kernel.h", "tiles.h", "warp_rows.h",
      "code_rows.h", "logits.h", "shapes.h", "merge_kernel.h", "append_kernel.h", "pages.h",
-     "plan.cc", "table_kernel.h"))
-READ, STATES = (CUDA + name for name in ("read_kernel.h", "states_kernel.h"))
+     "plan.cc", "table_kernel.h", "lengths_kernel.h", "stretch.h", "read_kernel.h",
+     "states_kernel.h"))
 
 # Class, file, what is there, what is planted.
 BUGS = [
@@ -333,10 +334,9 @@ BUGS = [
     ("scales", PREFILL, "both(n, i) & 0xffff0000u", "both(n, 0) & 0xffff0000u"),
     ("scales", PREFILL, "Shape::kColumnsAt + lane_id() % 4 * 16;",
      "Shape::kColumnsAt + lane_id() % 4 * 8;"),
-    ("plan", PLAN, "whole.n_query - 1 - last);", "whole.n_query - last);"),
-    ("plan", PLAN, "n_before = end - whole.n_query + first + 1;",
-     "n_before = end - whole.n_query + last + 1;"),
-    ("plan", PLAN, "sinks_end < rest) {", "false) {"),
+    ("plan", PLAN, "tokens_behind(row_first, whole.n_query,",
+     "tokens_behind(row_first, whole.n_query + 1,"),
+    ("plan", PLAN, "row_first / options.group + 1;", "row_first / options.group + 2;"),
     # Latent rows.
     ("wait count", MLA, "copy_async_wait<kAhead - 1>();", "copy_async_wait<kAhead>();"),
     ("wait count", MLA, "    copy_async_commit();\n    task.add_values", "    task.add_values"),
@@ -400,6 +400,43 @@ BUGS = [
     ("sinks", MLA, "work.slot < 0 && valid ? sink_of", "valid ? sink_of"),
     ("sinks", MLA, "sum * factor + exp2_fast(sink - base)", "sum * factor"),
     ("page lookup", APPEND, "if (of.v_offset_bytes != 0) {", "{"),
+    ("lengths", LENGTHS, "entry / p.max_pages % p.max_items", "entry / p.max_pages"),
+    ("lengths", LENGTHS, "length < most ? most - length : 0", "most - length"),
+    ("lengths", LENGTHS, "return missing < unsure ? missing : unsure;", "return missing;"),
+    ("lengths", LENGTHS, "load_global<uint32_t>(&p.items[item].n_append) -",
+     "load_global<uint32_t>(&p.items[item].n_query) -"),
+    ("lengths", LENGTHS, "request.q_token - query_row +", "0 * query_row +"),
+    ("lengths", LENGTHS, "(prefill ? work->row_first / kind.group : 0)", "0"),
+    ("lengths", LENGTHS, "request.n_query == n_query || request.tree_first != kNoTree",
+     "request.n_query == n_query"),
+    ("lengths", LENGTHS, "request.n_query == n_query || request.tree_first != kNoTree",
+     "request.tree_first != kNoTree"),
+    ("lengths", LENGTHS, "kind.sights[request.page_class]", "kind.sights[0]"),
+    ("lengths", LENGTHS, "set_stretch(&request, seen, tree_list);",
+     "set_stretch(&request, seen, request.tree_list);"),
+    ("lengths", LENGTHS, "if (work.begin == 0 && work.end >= n_tokens) {",
+     "if (work.begin == 0 && work.end > n_tokens) {"),
+    ("lengths", LENGTHS, "if (work.begin == 0 && work.end >= n_tokens) {",
+     "if (work.end >= n_tokens) {"),
+    ("lengths", LENGTHS, "work.end = work.end < n_tokens ? work.end : n_tokens;", ""),
+    ("lengths", LENGTHS, "if (first.end >= bring_request(p, kind, &first)) {",
+     "if (first.end > bring_request(p, kind, &first)) {"),
+    ("lengths", LENGTHS, "merge.n_query = merge.row_first = 0;", "merge.n_query = 0;"),
+    ("lengths", LENGTHS, "kind.planned_work[merge.work]", "kind.planned_work[0]"),
+    ("lengths", LENGTHS, "position / p.page_tokens - page", "position / p.page_tokens"),
+    ("lengths", LENGTHS, "token.row = position % p.page_tokens;", ""),
+    ("counts", LENGTHS, "i < n_tokens; i += step", "i < n_tokens + 1; i += step"),
+    ("counts", LENGTHS, "block_id() * kLengthsThreads + thread_id()", "thread_id()"),
+    ("stretch", STRETCH, "sight.window < sight.n_recent ? sight.window : sight.n_recent",
+     "sight.n_recent"),
+    ("stretch", STRETCH, "sinks < sight.n_sinks && sight.n_sinks < rest", "sight.n_sinks < rest"),
+    ("stretch", STRETCH, "sinks < sight.n_sinks && sight.n_sinks < rest", "false"),
+    ("stretch", STRETCH, "in_first < seen.n_first ? in_first : seen.n_first", "seen.n_first"),
+    ("stretch", STRETCH, "list > seen.second ? list - seen.second : 0",
+     "list > seen.first ? list - seen.first : 0"),
+    ("stretch", STRETCH, "n_query - 1 - (end - 1) / group", "n_query - 1 - end / group"),
+    ("plan", PLAN, "n_before <= full ? 0 :", "true ? 0 :"),
+    ("plan", PLAN, "counts.n_slots, n_pieces, first}", "counts.n_slots, n_pieces, first + 1}"),
     ("plan", PLAN, "begin += take;", "begin += take + (begin == 0 ? kCutTokens : 0);"),
     # Rows read back, and states from elsewhere.
     ("page lookup", READ, "p.page_table + p.tables[c] + page", "p.page_table + p.tables[0] + page"),
@@ -450,7 +487,7 @@ WIDE, NARROW, PREFILLS, MLAS, NO_ATTENTION = PARTS = (1, 2, 4, 8, 16)
 FIRST_FOR_KIND = {"steps": NARROW, "scales": NARROW}
 FIRST_FOR_FILE = {CODES: NARROW, ROWS: NARROW, LOGITS: PREFILLS, PREFILL: PREFILLS, MLA: MLAS,
                   APPEND: NO_ATTENTION, TABLE: NO_ATTENTION, MERGE: NO_ATTENTION,
-                  READ: NO_ATTENTION, STATES: NO_ATTENTION}
+                  LENGTHS: NO_ATTENTION, READ: NO_ATTENTION, STATES: NO_ATTENTION}
 
 
 def parts_for(bug):

@@ -316,7 +316,9 @@ class Pair {
         constexpr uint64_t kAtMost[] = {600, 70, 8};
         const uint64_t at_most = kAtMost[below(3)];
         const uint64_t n_append = below(std::min(at_most, kMostTokens - one.n_tokens) + 1);
-        growths.push_back({one.seq.get(), static_cast<uint32_t>(n_append), 0});
+        const auto max_unsure = static_cast<uint32_t>(below(3) == 0 ? below(200) : 0);
+        growths.push_back(
+            Growth::of(one.seq.get(), static_cast<uint32_t>(n_append), 0, max_unsure));
         grown.push_back(&one);
       }
     }

@@ -279,6 +279,8 @@ TEST(StoreServer, EndsWhoBreaksThem) {
       {"growth of nobody", growing({{9, 1, 1}})},
       {"growth of one twice", growing({{1, 1, 1}, {2, 1, 1}, {1, 1, 1}})},
       {"growth beyond a list", growing({{1, UINT32_MAX, 1}})},
+      {"growth with more unsure tokens than may be", growing({{1, 1, 1, 5, 4}})},
+      {"growth with more unsure tokens than there are", growing({{1, 1, 1, 1000, 1000}})},
       {"a spill of nobody", asking(call_of(CallKind::kSpill, 9))},
       {"a marker beyond the poison",
        asking(call_of(CallKind::kSpill, 1, UINT64_MAX, wire::kPoison + 1))},
