@@ -34,7 +34,9 @@ using attention::gpu::make_divider;
 using attention::gpu::Merge;
 using attention::gpu::MergeParams;
 using attention::gpu::MoveParams;
+using attention::gpu::ReadParams;
 using attention::gpu::ScatterParams;
+using attention::gpu::StatesParams;
 using attention::gpu::WordRun;
 using attention::gpu::Work;
 
@@ -270,6 +272,78 @@ TEST_P(DriverTest, BringsPlansToLengths) {
   EXPECT_EQ(room->token.table, 0u);
   EXPECT_EQ(room->token.row, 63u);
   driver_->free(memory);
+}
+
+// Two rows of a page go to registered memory, and are states there beside others on the device.
+TEST_P(DriverTest, ReadsIntoTheHostAndMergesWhatLiesThere) {
+  constexpr uint32_t kDim = 64, kPageTokens = 64, kFirst = 3, kRows = 2;
+  constexpr uint64_t kPlane = kPageTokens * kDim * 2;
+  struct Device {
+    uint16_t page[2][kPageTokens][kDim];
+    alignas(16) float o[kRows][kDim];
+    float lse[kRows];
+    uint32_t table[4];
+    uint16_t heads[8];
+  };
+  struct Host {
+    Device in;
+    alignas(16) float k[kRows][kDim];
+    alignas(16) uint16_t v[kRows][kDim];
+    float lse[kRows];
+    alignas(16) float o[kRows][kDim];
+    float all_lse[kRows];
+  };
+  auto* const on = reinterpret_cast<Device*>(take(driver_->allocate(sizeof(Device))));
+  const HostBuffer buffer(driver_.get(), round_up(sizeof(Host), 4096));
+  auto* const host = new (buffer.data()) Host();
+  for (uint32_t t = 0; t < kPageTokens; ++t) {
+    for (uint32_t i = 0; i < kDim; ++i) {
+      host->in.page[0][t][i] =
+          f32_to_bf16(static_cast<float>(t) + 0.5f * static_cast<float>(i % 2));
+      host->in.page[1][t][i] = f32_to_bf16(-static_cast<float>(t));
+    }
+  }
+  for (uint32_t row = 0; row < kRows; ++row) {
+    host->lse[row] = std::log(3.0f);  // of the other state it is 0, as its o
+  }
+  ok(driver_->copy(on, &host->in, sizeof(Device), stream_));
+
+  ReadParams read;
+  read.pool.segments[0] = reinterpret_cast<uint8_t*>(on->page);
+  read.pool.page_tokens = make_divider(kPageTokens);
+  read.pool.heads = on->heads;
+  read.pool.classes[0] = {2 * kPlane, kPlane, kPlane, 0, 1, 0};
+  read.page_table = on->table;
+  read.n_classes = 1;
+  read.first = kFirst;
+  read.n_tokens = kRows;
+  read.dim = kDim;
+  read.k = {host->k, kDim, kDim, Dtype::kF32, kDim};
+  read.v = {host->v, kDim, kDim, Dtype::kBf16, kDim};
+  ok(driver_->read(CodecId::kBf16, read, 1, stream_));
+  StatesParams states;
+  states.n_states = 2;
+  states.n_rows = kRows;
+  states.n_heads = 1;
+  states.dim = kDim;
+  states.o[0] = {on->o, kDim, kDim, Dtype::kF32, kDim};
+  states.lse[0] = {on->lse, 1, 1, Dtype::kF32, 1};
+  states.o[1] = read.k;
+  states.lse[1] = {host->lse, 1, 1, Dtype::kF32, 1};
+  states.out_o = {host->o, kDim, kDim, Dtype::kF32, kDim};
+  states.out_lse = {host->all_lse, 1, 1, Dtype::kF32, 1};
+  ok(driver_->merge_states(states, 1, stream_));
+  ok(driver_->synchronize_device());
+  for (uint32_t row = 0; row < kRows; ++row) {
+    EXPECT_NEAR(host->all_lse[row], std::log(4.0), 1e-5);
+    for (uint32_t i = 0; i < kDim; ++i) {
+      const float k = kFirst + static_cast<float>(row) + 0.5f * static_cast<float>(i % 2);
+      EXPECT_EQ(host->k[row][i], k);
+      EXPECT_EQ(host->v[row][i], host->in.page[1][kFirst + row][i]);
+      EXPECT_NEAR(host->o[row][i], 0.75 * k, 1e-5);
+    }
+  }
+  driver_->free(reinterpret_cast<uint8_t*>(on));
 }
 
 // Two tokens, one kv head, a group of 2, in two pieces that are merged; by both kernels.
