@@ -45,9 +45,9 @@
  *    and kvm_cuda_attend of all layers once, then for each step kvm_cuda_update and a launch of the
  *    graph, on streams that are ordered.
  *  - Fixed by the capture: the batch, the layer, addresses and strides of k, v, q, o, lse and
- *    log-weights, scale. Free: which sequences, how many up to max_items, how many tokens each
- *    appends and queries, trees, which rows of the tensors. A batch is captured after its first
- *    update, for which one without items will do.
+ *    log-weights, the address of lengths, scale. Free: which sequences, how many up to max_items,
+ *    how many tokens each appends and queries, trees, which rows of the tensors. A batch is
+ *    captured after its first update, for which one without items will do.
  *  - One batch serves graphs of several sizes, and steps that no graph has: a graph is launched
  *    after an update whose rows (append_row, query_row) the tensors have that it was captured with.
  *  - Pages are reserved by kvm_cuda_update, so a launch never lacks memory.
