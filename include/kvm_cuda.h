@@ -34,8 +34,9 @@
  *    been enqueued: an update that finds no other page waits until then.
  *  - Everything that the device has read or written by the time of kvm_client_close must have been
  *    waited for by the caller (cudaStreamSynchronize); it waits for its own copies.
- *  - While a stream of the device is being captured, call kvm_cuda_append, kvm_cuda_attend and
- *    kvm_cuda_merge only: others may wait for the device, which CUDA does not allow then.
+ *  - While a stream of the device is being captured, call kvm_cuda_set_lengths, kvm_cuda_append,
+ *    kvm_cuda_attend and kvm_cuda_merge only: others may wait for the device, which CUDA does not
+ *    allow then.
  *
  * What a captured graph may assume
  *
@@ -226,7 +227,7 @@ KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *i
 
 /* Enqueues what brings the step to lengths that only the device knows, in a batch that has
  * max_unsure: once behind each update and before what the step appends and attends, which answer
- * INVALID until then. It may be captured with them.
+ * INVALID until then. It may be captured, and then counts for what is captured behind it only.
  *   lengths   uint32_t [max_items], KVM_BUFFER_DEVICE, read when the stream comes to it: the tokens
  *             of each item's sequence before this step's append. NULL: as many as the host says.
  *
