@@ -327,7 +327,8 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  * by the token, though memory is freed by the page. The other side has the complement if its
  * sequence holds the tokens [S, n - R), from its position 0 on, and is asked with as many query
  * rows at KVM_POSITION_END: its last row sees all n - R - S of them, the one before it all but
- * the last, which that row of the device still sees, and so on.
+ * the last, which that row of the device still sees, and so on. Where kvm_seq_truncate leaves n
+ * tokens on the device, one has to leave n - R - S there.
  * (That takes n_query <= n - R - S, and keys that carry their positions, as kvm.h has them in
  * ABSOLUTE. While n <= S + R there is nothing for the other side. Of a tree, rows see each other on
  * the device alone: no word of it goes to the other side.)

@@ -589,6 +589,10 @@ class Middle {
     ASSERT_EQ(kvm_step(queue_, &step, nullptr), KVM_OK) << kvm_last_error();
   }
 
+  void truncate(uint64_t n_tokens) {
+    ASSERT_EQ(kvm_seq_truncate(client_, seq_, n_tokens), KVM_OK) << kvm_last_error();
+  }
+
  private:
   kvm_client* client_ = nullptr;
   kvm_queue* queue_ = nullptr;
@@ -596,7 +600,8 @@ class Middle {
   kvm_step_params step_{};
 };
 
-// Each token is counted once, at whatever length, with one query row and with several.
+// Each token is counted once, at whatever length, with one query row and with several, and where
+// drafts are taken back, on both sides.
 TEST(DeviceRowsTest, SinksAndWindowAndTheMiddleAreTheWhole) {
   constexpr uint64_t kSinks = 20, kRecent = 70, kMost = 4;
   Geometry geometry;
@@ -616,7 +621,7 @@ TEST(DeviceRowsTest, SinksAndWindowAndTheMiddleAreTheWhole) {
     const auto n_append = static_cast<uint32_t>(step == 0 ? 117 : step % kMost + 1);
     const uint32_t n_query = step == 0 ? 1 : n_append;
     const std::vector<uint16_t> q = rig.queries(step, n_query);
-    append(&rig, batch, 0, seq, 1, &shadow, n_append, n_query);
+    append(&rig, batch, 0, seq, step + 1, &shadow, n_append, n_query);
     const uint64_t end = shadow.keys.size() - kRecent;
     kvm_cuda_read_params read = read_params(0, 0, held, end - held);
     read.k = kvm_device_tensor(k.data(), k.size(), KVM_DTYPE_F32);
@@ -637,6 +642,13 @@ TEST(DeviceRowsTest, SinksAndWindowAndTheMiddleAreTheWhole) {
     for (uint32_t row = 0; row < n_query; ++row) {
       full.expect_row(out, row, q, 0, shadow, {shadow.keys.size() - n_query + row},
                       "step " + std::to_string(step));
+    }
+    if (const uint64_t rejected = step % 3 == 0 ? 0 : step / 3 % n_append; rejected != 0) {
+      shadow.keys.resize(shadow.keys.size() - rejected);
+      held -= rejected;
+      ASSERT_EQ(kvm_seq_truncate(rig.client(), seq, shadow.keys.size()), KVM_OK)
+          << kvm_last_error();
+      middle.truncate(held - kSinks);
     }
   }
 }
