@@ -682,8 +682,9 @@ Status Batch::set_lengths(const uint8_t* lengths, uint64_t size_bytes, Stream st
   const uint64_t wanted = options_.max_items * sizeof(uint32_t);
   if (lengths != nullptr &&
       (size_bytes < wanted || reinterpret_cast<uintptr_t>(lengths) % 4 != 0)) {
-    return invalid("lengths has " + number(size_bytes) + " bytes; it must have " + number(wanted) +
-                   ", at a multiple of 4");
+    return invalid("lengths has " + number(size_bytes) + " bytes at address " +
+                   number(reinterpret_cast<uintptr_t>(lengths)) + "; it must have " +
+                   number(wanted) + ", at a multiple of 4");
   }
   KVM_TRY(check_current());
   KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));

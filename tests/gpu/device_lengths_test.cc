@@ -664,6 +664,7 @@ TEST(DeviceLengthsTest, WhatCannotBeHadIsRefused) {
   lengths.size = 8;
   lengths.where += 2;
   EXPECT_EQ(kvm_cuda_set_lengths(batch, &lengths, rig.stream()), KVM_ERR_INVALID);
+  EXPECT_TRUE(says(("at address " + std::to_string(lengths.where)).c_str())) << kvm_last_error();
   lengths.where += 2;
   lengths.kind = KVM_BUFFER_NONE;
   EXPECT_EQ(kvm_cuda_set_lengths(batch, &lengths, rig.stream()), KVM_ERR_INVALID);

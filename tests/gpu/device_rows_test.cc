@@ -351,6 +351,12 @@ TEST(DeviceRowsTest, ReadsSayWhatIsWrong) {
   bad = good;
   bad.k.buffer.kind = KVM_BUFFER_HOST;
   says(bad, "k is no device memory");
+  bad.k.buffer.kind = KVM_BUFFER_DEVICE;
+  bad.k.buffer.region = 7;
+  says(bad, "of region 7");
+  bad.k.buffer.region = 0;
+  bad.k.buffer.where = 0;
+  says(bad, "k is at address 0");
   bad = good;
   bad.v.dtype = 9;
   says(bad, "v: dtype is 9");
