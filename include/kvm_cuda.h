@@ -338,6 +338,8 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  *  - where the update has appended them, as those of a prompt in one update;
  *  - where a is at most the policy's `slack`, whatever n_query is;
  * and else can be read before the update, if it appends at most R: before it they are all seen.
+ * (Where more than `slack` tokens were taken back since the update before, those that the window
+ * had left behind may be gone by then.)
  * kvm_cuda_read gets them, and kvm_append gives them to the other side, in front of its attend. The
  * way back is kvm_cuda_append. Rows of a prompt see, on the device, sinks and window as all rows
  * do: the full attention of a prompt is computed before it is cut, by a kernel of the engine on its

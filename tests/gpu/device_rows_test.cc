@@ -295,6 +295,29 @@ TEST(DeviceRowsTest, WhatLeavesAWindowIsThereUntilTheNextUpdate) {
   }
 }
 
+// Of a sequence that is cut by more than the slack, the last token may see one that is gone. The
+// next one does not.
+TEST(DeviceRowsTest, BehindACutTheSlackIsThere) {
+  constexpr uint64_t kRecent = 64;
+  for (const uint64_t slack : {0u, 1u}) {
+    Geometry geometry;
+    geometry.policies = {sinks_recent(0, kRecent, slack)};
+    Rig rig(plain(), geometry);
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 300, 1));
+    const kvm_seq_id seq = rig.create();
+    Shadow shadow;
+    append(&rig, batch, 0, seq, 1, &shadow, 255, 1);
+    append(&rig, batch, 0, seq, 1, &shadow, 1, 1);
+    ASSERT_EQ(kvm_seq_truncate(rig.client(), seq, 255), KVM_OK) << kvm_last_error();
+    shadow.keys.pop_back();
+    append(&rig, batch, 0, seq, 1, &shadow, 0);
+    kvm_cuda_read_params params = read_params(0, 0, 255 - kRecent, kRecent);
+    EXPECT_EQ(kvm_cuda_read(batch, &params, rig.stream()), slack == 0 ? KVM_ERR_PARTIAL : KVM_OK);
+    append(&rig, batch, 0, seq, 1, &shadow, 1, 1);
+    rig.driver().settle();
+  }
+}
+
 TEST(DeviceRowsTest, ReadsSayWhatIsWrong) {
   Geometry geometry;
   geometry.layers.resize(2);
