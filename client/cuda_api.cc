@@ -63,10 +63,14 @@ Status check_positions(uint64_t begin, uint64_t end) {
 
 Status check_buffer(const char* name, const kvm_buffer& buffer, bool required) {
   const bool none = buffer.kind == KVM_BUFFER_NONE && buffer.where == 0 && buffer.size == 0;
-  if (buffer.region != 0 || (buffer.kind != KVM_BUFFER_DEVICE && (required || !none)) ||
-      (buffer.kind == KVM_BUFFER_DEVICE && buffer.where == 0)) {
+  if (buffer.kind != KVM_BUFFER_DEVICE && (required || !none)) {
     return invalid(std::string(name) + " is no device memory (its kind is " +
                    std::to_string(buffer.kind) + ")");
+  }
+  if (buffer.region != 0 || (buffer.kind == KVM_BUFFER_DEVICE && buffer.where == 0)) {
+    return invalid(std::string(name) + " is at address " + std::to_string(buffer.where) +
+                   " of region " + std::to_string(buffer.region) +
+                   "; device memory has an address, and is of region 0");
   }
   return Status::ok();
 }

@@ -85,11 +85,13 @@ Status resolve(const kvm_probe_params& p, const kvm_tensor& tensor, const char* 
   out->data = checked.data;
   out->dtype = static_cast<Dtype>(checked.dtype);
   out->stride_head = checked.stride_head != 0 ? checked.stride_head : p.head_dim;
-  out->stride_row = checked.stride_row != 0 ? checked.stride_row : uint64_t{n_heads} * p.head_dim;
+  out->stride_row = checked.stride_row;
   uint64_t tokens = 0;
   uint64_t heads = 0;
   uint64_t bytes = 0;
   const bool is_too_far =
+      (out->stride_row == 0 &&
+       __builtin_mul_overflow(uint64_t{n_heads}, out->stride_head, &out->stride_row)) ||
       __builtin_mul_overflow(uint64_t{p.n_tokens} - 1, out->stride_row, &tokens) ||
       __builtin_mul_overflow(uint64_t{n_heads} - 1, out->stride_head, &heads) ||
       __builtin_add_overflow(tokens, heads, &bytes) ||

@@ -56,16 +56,16 @@ void store(const Rows& rows, uint64_t at, float value) {
   }
 }
 
-// (n - 1) * stride, or UINT64_MAX when that does not fit.
-uint64_t span_of(uint64_t n, uint64_t stride) {
+// a * b, or UINT64_MAX when that does not fit.
+uint64_t product_of(uint64_t a, uint64_t b) {
   uint64_t out = 0;
-  return __builtin_mul_overflow(n - 1, stride, &out) ? UINT64_MAX : out;
+  return __builtin_mul_overflow(a, b, &out) ? UINT64_MAX : out;
 }
 
 Status check_extent(const kvm_merge_params& params, const Rows& rows, uint64_t dim,
                     uint64_t size_bytes, const std::string& name) {
-  const uint64_t spans[] = {span_of(params.n_rows, rows.stride_row),
-                            span_of(params.n_heads, rows.stride_head), dim};
+  const uint64_t spans[] = {product_of(params.n_rows - 1, rows.stride_row),
+                            product_of(params.n_heads - 1, rows.stride_head), dim};
   uint64_t elements = 0;
   uint64_t bytes = 0;
   for (const uint64_t span : spans) {
@@ -95,7 +95,8 @@ Status resolve(const kvm_merge_params& params, const kvm_tensor& tensor, const s
   out->data = checked.data;
   out->dtype = static_cast<Dtype>(checked.dtype);
   out->stride_head = checked.stride_head != 0 ? checked.stride_head : dim;
-  out->stride_row = checked.stride_row != 0 ? checked.stride_row : params.n_heads * dim;
+  out->stride_row =
+      checked.stride_row != 0 ? checked.stride_row : product_of(params.n_heads, out->stride_head);
   return check_extent(params, *out, dim, checked.size_bytes, name);
 }
 

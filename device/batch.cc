@@ -409,7 +409,7 @@ Status Batch::update(std::span<const BatchItem> items, Stream stream) {
   }
   n_changes_ = store_->n_changes();
   current_ = true;
-  has_lengths_ = false;
+  has_lengths_ = captures_lengths_ = false;
   return Status::ok();
 }
 
@@ -667,9 +667,9 @@ Status Batch::check_current() {
   return Status::ok();
 }
 
-Status Batch::check_launch() {
+Status Batch::check_launch(bool captured) {
   KVM_TRY(check_current());
-  return options_.max_unsure == 0 || has_lengths_
+  return options_.max_unsure == 0 || has_lengths_ || (captured && captures_lengths_)
              ? Status::ok()
              : invalid("the batch has max_unsure " + number(options_.max_unsure) +
                        ", and kvm_cuda_set_lengths has not been called since its last update");
@@ -682,8 +682,9 @@ Status Batch::set_lengths(const uint8_t* lengths, uint64_t size_bytes, Stream st
   const uint64_t wanted = options_.max_items * sizeof(uint32_t);
   if (lengths != nullptr &&
       (size_bytes < wanted || reinterpret_cast<uintptr_t>(lengths) % 4 != 0)) {
-    return invalid("lengths has " + number(size_bytes) + " bytes; it must have " + number(wanted) +
-                   ", at a multiple of 4");
+    return invalid("lengths has " + number(size_bytes) + " bytes at address " +
+                   number(reinterpret_cast<uintptr_t>(lengths)) + "; it must have " +
+                   number(wanted) + ", at a multiple of 4");
   }
   KVM_TRY(check_current());
   KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
@@ -709,7 +710,7 @@ Status Batch::set_lengths(const uint8_t* lengths, uint64_t size_bytes, Stream st
     KVM_TRY(driver_->lengths(params, most, stream));
     ++n_launches_;
   }
-  has_lengths_ = true;
+  (captured ? captures_lengths_ : has_lengths_) = true;
   return Status::ok();
 }
 
@@ -769,8 +770,8 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
       space_->layers[layer].storage_layer != layer) {
     return invalid("layer " + number(layer) + " stores no keys and values of its own");
   }
-  KVM_TRY(check_launch());
   KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
+  KVM_TRY(check_launch(captured));
   const uint64_t n_heads = space_->layers[layer].n_kv_heads;
   uint64_t row = 0, head = 0;
   KVM_TRY(check_tensor("k", k, append_rows_, n_heads, space_->dim, 16, &row, &head));
@@ -891,9 +892,9 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   if (call.layer >= space_->layers.size() || !space_->layers[call.layer].has_keys) {
     return invalid("layer " + number(call.layer) + " does not exist or is ABSENT");
   }
-  KVM_TRY(check_launch());
   Driver& driver = *driver_;
   KVM_TRY_ASSIGN(const bool captured, driver.is_capturing(stream));
+  KVM_TRY(check_launch(captured));
   attention::gpu::AttendTensors tensors;
   KVM_TRY(resolve_tensors(call, query_rows_, &tensors));
   const Kind& kind = kinds_[kind_of_layer_[call.layer]];

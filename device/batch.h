@@ -173,8 +173,9 @@ class Batch {
   Status check_current();
   // Null: the place is empty. Fails: INVALID.
   Result<const DeviceSequence*> sequence_at(uint32_t item) const;
-  // Also whether the plan has been brought to the lengths of this step.
-  Status check_launch();
+  // Also whether the plan has been brought to the lengths of this step: where the launch is
+  // captured, it may be so by what is captured before it.
+  Status check_launch(bool captured);
   void forget_device();
   void undo_update();
   Status enqueue_update(std::span<const BatchItem> items, Stream stream);
@@ -238,7 +239,9 @@ class Batch {
   std::vector<const DeviceSequence*> seqs_;
   std::vector<std::pair<uint32_t, uint32_t>> rows_;
   bool current_ = false;      // there has been an update, and the last one did not stop half-way
-  bool has_lengths_ = false;  // set_lengths has been called since
+  bool has_lengths_ = false;  // set_lengths has been called since, outside of captures
+  // Likewise, in one.
+  bool captures_lengths_ = false;
   uint32_t append_rows_ = 0;  // of the last update: rows of tensors that it refers to
   uint32_t query_rows_ = 0;
   uint64_t n_launches_ = 0;

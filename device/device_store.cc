@@ -311,7 +311,9 @@ Status DeviceStore::extend(DeviceSequence* seq, uint64_t n_tokens) {
                                        number(n_tokens));
   }
   for (const DevicePageList& list : seq->lists) {
-    if (!list.pages.empty() && pool_->n_refs(list.pages.back()) > 1) {
+    // Where the last page is full it may have been dropped.
+    if (!list.pages.empty() && list.pages.back() != kNoPage &&
+        pool_->n_refs(list.pages.back()) > 1) {
       return Status(KVM_ERR_INVALID, "the sequence shares its last page");
     }
   }

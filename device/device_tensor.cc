@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/device_tensor.h"
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -10,6 +12,26 @@ namespace {
 
 std::string number(uint64_t n) { return std::to_string(n); }
 Status invalid(std::string sentence) { return Status(KVM_ERR_INVALID, std::move(sentence)); }
+
+// Whether no two elements are one: by ascending stride, each dimension steps over all that the ones
+// before it span. REQUIRES: check_tensor.
+bool elements_are_apart(const attention::gpu::RowTensor& tensor, uint64_t n_rows,
+                        uint64_t n_heads) {
+  std::pair<uint64_t, uint64_t> dims[] = {{static_cast<uint64_t>(tensor.stride_token), n_rows},
+                                          {static_cast<uint64_t>(tensor.stride_head), n_heads}};
+  std::sort(std::begin(dims), std::end(dims));
+  uint64_t span = tensor.dim;
+  for (const auto& [stride, count] : dims) {
+    if (count <= 1) {
+      continue;
+    }
+    if (stride < span) {
+      return false;
+    }
+    span += stride * (count - 1);
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -52,8 +74,14 @@ Result<attention::gpu::RowTensor> row_tensor(const char* name, const DeviceTenso
   }
   uint64_t row = 0, head = 0;
   KVM_TRY(check_tensor(name, tensor, n_rows, n_heads, dim, alignment, &row, &head));
-  return attention::gpu::RowTensor{tensor.data, static_cast<int64_t>(row),
-                                   static_cast<int64_t>(head), tensor.dtype, dim};
+  const attention::gpu::RowTensor rows{tensor.data, static_cast<int64_t>(row),
+                                       static_cast<int64_t>(head), tensor.dtype, dim};
+  if (!elements_are_apart(rows, n_rows, n_heads)) {
+    return invalid(std::string(name) + ": elements overlap; strides are row " + number(row) +
+                   " and head " + number(head) + ", a row has " + number(n_heads) + " heads of " +
+                   number(dim));
+  }
+  return rows;
 }
 
 }  // namespace kvm::device

@@ -27,7 +27,8 @@ struct DeviceTensor {
 Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows, uint64_t n_heads,
                     uint64_t dim, uint64_t alignment, uint64_t* stride_row, uint64_t* stride_head);
 
-// The same, as kernels take it; an absent tensor is one without data.
+// The same, as kernels take it, of elements of which no two are one; an absent tensor is one
+// without data.
 Result<attention::gpu::RowTensor> row_tensor(const char* name, const DeviceTensor& tensor,
                                              uint64_t n_rows, uint64_t n_heads, uint32_t dim,
                                              uint64_t alignment);

@@ -2,7 +2,6 @@
 #include "device/states.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <string>
 #include <utility>
 
@@ -37,6 +36,20 @@ Result<RowTensor> lse_tensor(const char* name, const DeviceTensor& lse, const St
   return row_tensor(name, lse, call.n_rows, call.n_heads, 1, sizeof(float));
 }
 
+// A warp has read a row of all states before it writes that row, and no other: a result in the
+// place of a state must have its rows where that has them.
+Status check_place(const char* name, const RowTensor& out, const char* of_name, uint32_t state,
+                   const RowTensor& of, const StatesCall& call) {
+  const bool is_alike = out.dtype == of.dtype &&
+                        (call.n_rows == 1 || out.stride_token == of.stride_token) &&
+                        (call.n_heads == 1 || out.stride_head == of.stride_head);
+  return out.data == nullptr || out.data != of.data || is_alike
+             ? Status::ok()
+             : Status(KVM_ERR_INVALID, std::string(name) + " is in the place of " + of_name + "[" +
+                                           std::to_string(state) +
+                                           "], with another dtype or other strides");
+}
+
 }  // namespace
 
 Status merge_states(Driver* driver, const StatesCall& call, Stream stream) {
@@ -54,16 +67,18 @@ Status merge_states(Driver* driver, const StatesCall& call, Stream stream) {
   params.n_heads = call.n_heads;
   params.dim = call.dim;
   for (uint32_t i = 0; i < params.n_states; ++i) {
-    char name[16];
-    std::snprintf(name, sizeof name, "o[%u]", i);
-    KVM_TRY_ASSIGN(params.o[i],
-                   row_tensor(name, call.o[i], call.n_rows, call.n_heads, call.dim, 16));
-    std::snprintf(name, sizeof name, "lse[%u]", i);
-    KVM_TRY_ASSIGN(params.lse[i], lse_tensor(name, call.lse[i], call));
+    const std::string of = "[" + std::to_string(i) + "]";
+    KVM_TRY_ASSIGN(params.o[i], row_tensor(("o" + of).c_str(), call.o[i], call.n_rows, call.n_heads,
+                                           call.dim, 16));
+    KVM_TRY_ASSIGN(params.lse[i], lse_tensor(("lse" + of).c_str(), call.lse[i], call));
   }
   KVM_TRY_ASSIGN(params.out_o,
                  row_tensor("out_o", call.out_o, call.n_rows, call.n_heads, call.dim, 16));
   KVM_TRY_ASSIGN(params.out_lse, lse_tensor("out_lse", call.out_lse, call));
+  for (uint32_t i = 0; i < params.n_states; ++i) {
+    KVM_TRY(check_place("out_o", params.out_o, "o", i, params.o[i], call));
+    KVM_TRY(check_place("out_lse", params.out_lse, "lse", i, params.lse[i], call));
+  }
   const uint64_t blocks = div_up(uint64_t{call.n_rows} * call.n_heads, kStatesWarps);
   const uint64_t most = uint64_t{kBlocksPerSm} * driver->facts().n_sms;
   return driver->merge_states(params, static_cast<uint32_t>(std::min(blocks, most)), stream);

@@ -34,8 +34,9 @@
  *    been enqueued: an update that finds no other page waits until then.
  *  - Everything that the device has read or written by the time of kvm_client_close must have been
  *    waited for by the caller (cudaStreamSynchronize); it waits for its own copies.
- *  - While a stream of the device is being captured, call kvm_cuda_append, kvm_cuda_attend and
- *    kvm_cuda_merge only: others may wait for the device, which CUDA does not allow then.
+ *  - While a stream of the device is being captured, call kvm_cuda_set_lengths, kvm_cuda_append,
+ *    kvm_cuda_attend and kvm_cuda_merge only: others may wait for the device, which CUDA does not
+ *    allow then.
  *
  * What a captured graph may assume
  *
@@ -226,7 +227,7 @@ KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *i
 
 /* Enqueues what brings the step to lengths that only the device knows, in a batch that has
  * max_unsure: once behind each update and before what the step appends and attends, which answer
- * INVALID until then. It may be captured with them.
+ * INVALID until then. It may be captured, and then counts for what is captured behind it only.
  *   lengths   uint32_t [max_items], KVM_BUFFER_DEVICE, read when the stream comes to it: the tokens
  *             of each item's sequence before this step's append. NULL: as many as the host says.
  *
@@ -326,7 +327,8 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  * by the token, though memory is freed by the page. The other side has the complement if its
  * sequence holds the tokens [S, n - R), from its position 0 on, and is asked with as many query
  * rows at KVM_POSITION_END: its last row sees all n - R - S of them, the one before it all but
- * the last, which that row of the device still sees, and so on.
+ * the last, which that row of the device still sees, and so on. Where kvm_seq_truncate leaves n
+ * tokens on the device, one has to leave n - R - S there.
  * (That takes n_query <= n - R - S, and keys that carry their positions, as kvm.h has them in
  * ABSOLUTE. While n <= S + R there is nothing for the other side. Of a tree, rows see each other on
  * the device alone: no word of it goes to the other side.)
@@ -336,6 +338,8 @@ KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_
  *  - where the update has appended them, as those of a prompt in one update;
  *  - where a is at most the policy's `slack`, whatever n_query is;
  * and else can be read before the update, if it appends at most R: before it they are all seen.
+ * (Where more than `slack` tokens were taken back since the update before, those that the window
+ * had left behind may be gone by then.)
  * kvm_cuda_read gets them, and kvm_append gives them to the other side, in front of its attend. The
  * way back is kvm_cuda_append. Rows of a prompt see, on the device, sinks and window as all rows
  * do: the full attention of a prompt is computed before it is cut, by a kernel of the engine on its

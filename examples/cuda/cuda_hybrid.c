@@ -392,8 +392,8 @@ static void compare(const Gpu* gpu, const Cpu* cpu, uint32_t layer, int step, in
                        length(expected);
     const double error = length(wrong) / length(expected);
     figures->mean += error;
-    /* A NaN is worst of all. */
-    figures->worst = error <= figures->worst ? figures->worst : error;
+    /* A NaN is worst of all, and stays. */
+    figures->worst = error <= figures->worst || isnan(figures->worst) ? figures->worst : error;
     figures->bar += bar;
     figures->share += w;
     figures->over += error > bar + 3e-3; /* rounding: weights are bf16 on both sides */

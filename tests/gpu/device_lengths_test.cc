@@ -573,6 +573,32 @@ TEST(DeviceLengthsTest, LengthsThatCannotBeCountAsTheNearest) {
   }
 }
 
+// What a graph will do has not been done for launches beside it, whose plan would be of another
+// step, or none.
+TEST(DeviceLengthsTest, CapturedLengthsAreThoseOfWhatIsCaptured) {
+  Rig rig({}, small_geometry());
+  kvm_cuda_batch* const batch = unsure_batch(&rig, 100, 3);
+  kvm_cuda_item item{};
+  item.seq = rig.create();
+  item.n_append = 5;
+  ASSERT_EQ(kvm_cuda_update(batch, &item, 1, rig.stream()), KVM_OK) << kvm_last_error();
+  std::vector<Rig::Row> rows(5);
+  const kvm_tensor k = rig.keys(rows, 0, false), v = rig.keys(rows, 0, true);
+  rig.driver().begin_capture(rig.stream());
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &v, rig.stream()), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_cuda_set_lengths(batch, nullptr, rig.stream()), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &v, rig.stream()), KVM_OK) << kvm_last_error();
+  rig.driver().end_capture(rig.stream());
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &v, rig.stream()), KVM_ERR_INVALID);
+  EXPECT_EQ(kvm_cuda_set_lengths(batch, nullptr, rig.stream()), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &v, rig.stream()), KVM_OK) << kvm_last_error();
+  // A graph may have the appends alone.
+  rig.driver().begin_capture(rig.stream());
+  EXPECT_EQ(kvm_cuda_append(batch, 0, &k, &v, rig.stream()), KVM_OK) << kvm_last_error();
+  rig.driver().end_capture(rig.stream());
+  rig.driver().settle();
+}
+
 // What the device may write over is nobody else's.
 TEST(DeviceLengthsTest, PagesThatForksShareAreCopiedWhereTheTruthMayLie) {
   Rig rig({}, small_geometry());
@@ -638,6 +664,7 @@ TEST(DeviceLengthsTest, WhatCannotBeHadIsRefused) {
   lengths.size = 8;
   lengths.where += 2;
   EXPECT_EQ(kvm_cuda_set_lengths(batch, &lengths, rig.stream()), KVM_ERR_INVALID);
+  EXPECT_TRUE(says(("at address " + std::to_string(lengths.where)).c_str())) << kvm_last_error();
   lengths.where += 2;
   lengths.kind = KVM_BUFFER_NONE;
   EXPECT_EQ(kvm_cuda_set_lengths(batch, &lengths, rig.stream()), KVM_ERR_INVALID);

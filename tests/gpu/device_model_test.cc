@@ -155,11 +155,12 @@ class Twins {
     stats.struct_size = sizeof stats;
     ASSERT_EQ(kvm_cuda_get_stats(rig_.client(), &stats), KVM_OK);
     EXPECT_EQ(stats.n_spilled, 0u);
-    std::printf("%llu steps of which %llu found no room, %llu rows, %llu pages copied\n",
-                static_cast<unsigned long long>(n_steps_),
-                static_cast<unsigned long long>(refusals_.steps),
-                static_cast<unsigned long long>(n_rows_),
-                static_cast<unsigned long long>(stats.n_pages_copied));
+    EXPECT_GT(n_reads_, 0u);
+    std::printf(
+        "%llu steps of which %llu found no room, %llu rows, %llu reads, %llu pages copied\n",
+        static_cast<unsigned long long>(n_steps_), static_cast<unsigned long long>(refusals_.steps),
+        static_cast<unsigned long long>(n_rows_), static_cast<unsigned long long>(n_reads_),
+        static_cast<unsigned long long>(stats.n_pages_copied));
   }
   const Refusals& refusals() const { return refusals_; }
 
@@ -178,6 +179,12 @@ class Twins {
     const float* lse;
     std::vector<float> host_o;
     std::vector<float> host_lse;
+  };
+
+  // Rows that are read back from the device, and by the engine for CPUs.
+  struct ReadBack {
+    const uint8_t* device;
+    std::vector<uint8_t> host;
   };
 
   static FakeOptions options(uint64_t seed) {
@@ -381,6 +388,9 @@ class Twins {
   void step();
   void host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
                  const std::vector<uint16_t>& q, Expected* expected);
+  // Of an item of the batch's last update, some rows of a layer, behind the appends of both.
+  void read_back(kvm_cuda_batch* batch, uint32_t item, uint32_t layer, const Pair& pair,
+                 uint64_t n_tokens);
   void settle();
 
   const World world_;
@@ -394,8 +404,9 @@ class Twins {
   uint64_t n_pages_ = 0;              // in use by pairs_
   std::vector<Pair> pairs_;
   std::vector<Expected> pending_;
+  std::vector<ReadBack> pending_reads_;
   uint64_t last_key_ = 0;
-  uint64_t n_steps_ = 0, n_rows_ = 0;
+  uint64_t n_steps_ = 0, n_rows_ = 0, n_reads_ = 0;
   Refusals refusals_;
 };
 
@@ -485,6 +496,10 @@ void Twins::step() {
                           {}};
         host_step(whose[i], items[i], layer, q, &expected);
         pending_.push_back(std::move(expected));
+        if (below(4) == 0) {
+          read_back(batch, static_cast<uint32_t>(i), layer, *whose[i],
+                    whose[i]->n_tokens + items[i].n_append);
+        }
       }
     }
   }
@@ -555,8 +570,55 @@ void Twins::host_step(Pair* pair, const kvm_cuda_item& of, uint32_t layer,
   ASSERT_EQ(status, KVM_OK) << kvm_last_error();
 }
 
+void Twins::read_back(kvm_cuda_batch* batch, uint32_t item, uint32_t layer, const Pair& pair,
+                      uint64_t n_tokens) {
+  const Geometry& geometry = rig_.geometry();
+  if (n_tokens == 0) {
+    return;
+  }
+  constexpr uint32_t kDtypes[] = {KVM_DTYPE_F32, KVM_DTYPE_F16, KVM_DTYPE_BF16};
+  const uint32_t dtype = kDtypes[below(3)];
+  const bool is_v = below(2) == 0;
+  kvm_cuda_read_params params{};
+  params.struct_size = sizeof params;
+  params.item = item;
+  params.layer = layer;
+  params.position = below(n_tokens);
+  params.n_tokens = 1 + below(n_tokens - params.position);
+  const uint64_t row = uint64_t{geometry.n_kv_heads} * (is_v ? geometry.dim_v() : geometry.dim);
+  const uint64_t size_bytes = params.n_tokens * row * (dtype == KVM_DTYPE_F32 ? 4 : 2);
+  ReadBack read{rig_.allocate(size_bytes), std::vector<uint8_t>(size_bytes)};
+  (is_v ? params.v : params.k) = kvm_device_tensor(read.device, size_bytes, dtype);
+  const kvm_status status = kvm_cuda_read(batch, &params, rig_.stream());
+  kvm_read_params there{};
+  there.struct_size = sizeof there;
+  there.seq = pair.host;
+  there.layer = layer;
+  there.position = params.position;
+  there.n_tokens = params.n_tokens;
+  (is_v ? there.v : there.k) = kvm_host_tensor(read.host.data(), size_bytes, dtype);
+  const kvm_status status_there = kvm_read(queue_, &there);
+  if (status == KVM_ERR_PARTIAL) {
+    // Neither sinks' pages nor what a token of the window sees.
+    ASSERT_FALSE(geometry.policies.empty());
+    ASSERT_GT(params.position + params.n_tokens, kPageTokens);
+    ASSERT_LT(params.position + geometry.policies[0].n_recent, n_tokens);
+    return;
+  }
+  ASSERT_EQ(status, KVM_OK) << kvm_last_error();
+  if (status_there != KVM_ERR_PARTIAL) {
+    ASSERT_EQ(status_there, KVM_OK) << kvm_last_error();
+    pending_reads_.push_back(std::move(read));
+  }
+}
+
 void Twins::settle() {
   rig_.driver().settle();
+  for (const ReadBack& read : pending_reads_) {
+    ASSERT_EQ(std::memcmp(read.device, read.host.data(), read.host.size()), 0);
+    ++n_reads_;
+  }
+  pending_reads_.clear();
   const uint32_t dim = rig_.geometry().dim_v();
   for (const Expected& row : pending_) {
     for (size_t h = 0; h < row.host_lse.size(); ++h) {

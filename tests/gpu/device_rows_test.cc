@@ -295,6 +295,29 @@ TEST(DeviceRowsTest, WhatLeavesAWindowIsThereUntilTheNextUpdate) {
   }
 }
 
+// Of a sequence that is cut by more than the slack, the last token may see one that is gone. The
+// next one does not.
+TEST(DeviceRowsTest, BehindACutTheSlackIsThere) {
+  constexpr uint64_t kRecent = 64;
+  for (const uint64_t slack : {0u, 1u}) {
+    Geometry geometry;
+    geometry.policies = {sinks_recent(0, kRecent, slack)};
+    Rig rig(plain(), geometry);
+    kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 300, 1));
+    const kvm_seq_id seq = rig.create();
+    Shadow shadow;
+    append(&rig, batch, 0, seq, 1, &shadow, 255, 1);
+    append(&rig, batch, 0, seq, 1, &shadow, 1, 1);
+    ASSERT_EQ(kvm_seq_truncate(rig.client(), seq, 255), KVM_OK) << kvm_last_error();
+    shadow.keys.pop_back();
+    append(&rig, batch, 0, seq, 1, &shadow, 0);
+    kvm_cuda_read_params params = read_params(0, 0, 255 - kRecent, kRecent);
+    EXPECT_EQ(kvm_cuda_read(batch, &params, rig.stream()), slack == 0 ? KVM_ERR_PARTIAL : KVM_OK);
+    append(&rig, batch, 0, seq, 1, &shadow, 1, 1);
+    rig.driver().settle();
+  }
+}
+
 TEST(DeviceRowsTest, ReadsSayWhatIsWrong) {
   Geometry geometry;
   geometry.layers.resize(2);
@@ -343,8 +366,20 @@ TEST(DeviceRowsTest, ReadsSayWhatIsWrong) {
   bad.v.stride_row = 130;
   says(bad, "v: its address");
   bad = good;
+  bad.k.stride_head = 32;
+  says(bad, "k: elements overlap; strides are row 64 and head 32, a row has 2 heads of 64");
+  bad.k.stride_head = 0;
+  bad.k.stride_row = 64;
+  says(bad, "k: elements overlap");
+  bad = good;
   bad.k.buffer.kind = KVM_BUFFER_HOST;
   says(bad, "k is no device memory");
+  bad.k.buffer.kind = KVM_BUFFER_DEVICE;
+  bad.k.buffer.region = 7;
+  says(bad, "of region 7");
+  bad.k.buffer.region = 0;
+  bad.k.buffer.where = 0;
+  says(bad, "k is at address 0");
   bad = good;
   bad.v.dtype = 9;
   says(bad, "v: dtype is 9");
@@ -492,6 +527,16 @@ TEST(DeviceRowsTest, MergesSayWhatIsWrong) {
   bad = good;
   bad.o = nullptr;
   says(bad, "o and lse");
+  bad = good;
+  bad.out_o.stride_head = 32;
+  says(bad, "out_o: elements overlap");
+  bad = good;
+  bad.out_o.dtype = KVM_DTYPE_F16;
+  says(bad, "out_o is in the place of o[0], with another dtype");
+  bad = good;
+  bad.out_lse.stride_row = 1;
+  bad.out_lse.stride_head = 2;
+  says(bad, "out_lse is in the place of lse[0], with another dtype or other strides");
   std::vector<kvm_tensor> tensors = o;
   tensors[1].buffer.where += 4;
   bad = good;
@@ -573,6 +618,10 @@ class Middle {
     ASSERT_EQ(kvm_step(queue_, &step, nullptr), KVM_OK) << kvm_last_error();
   }
 
+  void truncate(uint64_t n_tokens) {
+    ASSERT_EQ(kvm_seq_truncate(client_, seq_, n_tokens), KVM_OK) << kvm_last_error();
+  }
+
  private:
   kvm_client* client_ = nullptr;
   kvm_queue* queue_ = nullptr;
@@ -580,7 +629,8 @@ class Middle {
   kvm_step_params step_{};
 };
 
-// Each token is counted once, at whatever length, with one query row and with several.
+// Each token is counted once, at whatever length, with one query row and with several, and where
+// drafts are taken back, on both sides.
 TEST(DeviceRowsTest, SinksAndWindowAndTheMiddleAreTheWhole) {
   constexpr uint64_t kSinks = 20, kRecent = 70, kMost = 4;
   Geometry geometry;
@@ -600,7 +650,7 @@ TEST(DeviceRowsTest, SinksAndWindowAndTheMiddleAreTheWhole) {
     const auto n_append = static_cast<uint32_t>(step == 0 ? 117 : step % kMost + 1);
     const uint32_t n_query = step == 0 ? 1 : n_append;
     const std::vector<uint16_t> q = rig.queries(step, n_query);
-    append(&rig, batch, 0, seq, 1, &shadow, n_append, n_query);
+    append(&rig, batch, 0, seq, step + 1, &shadow, n_append, n_query);
     const uint64_t end = shadow.keys.size() - kRecent;
     kvm_cuda_read_params read = read_params(0, 0, held, end - held);
     read.k = kvm_device_tensor(k.data(), k.size(), KVM_DTYPE_F32);
@@ -621,6 +671,13 @@ TEST(DeviceRowsTest, SinksAndWindowAndTheMiddleAreTheWhole) {
     for (uint32_t row = 0; row < n_query; ++row) {
       full.expect_row(out, row, q, 0, shadow, {shadow.keys.size() - n_query + row},
                       "step " + std::to_string(step));
+    }
+    if (const uint64_t rejected = step % 3 == 0 ? 0 : step / 3 % n_append; rejected != 0) {
+      shadow.keys.resize(shadow.keys.size() - rejected);
+      held -= rejected;
+      ASSERT_EQ(kvm_seq_truncate(rig.client(), seq, shadow.keys.size()), KVM_OK)
+          << kvm_last_error();
+      middle.truncate(held - kSinks);
     }
   }
 }

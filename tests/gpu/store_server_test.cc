@@ -183,6 +183,25 @@ TEST(StoreServer, ServesWhoKeepsTheRules) {
   EXPECT_EQ(session.end().code(), KVM_ERR_DISCONNECTED);
 }
 
+// A window of one token leaves no page where a cut ends with one: there is none to ask who shares
+// it.
+TEST(StoreServer, ExtendsByNothingWhereTheLastPageIsDropped) {
+  Session session;
+  ASSERT_EQ(session.call(Verdict::kNone, {}, call_of(CallKind::kPrepare, 1),
+                         [](ipc::FrameWriter* writer) { put_layout(writer, 2, 1); }),
+            KVM_OK);
+  ASSERT_EQ(session.call(Verdict::kNone, {{NoteKind::kCreate, 0, 1, 1, 0}},
+                         call_of(CallKind::kGrow), grow_of({{1, 128, 1}})),
+            KVM_OK);
+  ASSERT_EQ(session.call(Verdict::kFinish, {}, call_of(CallKind::kGrow), grow_of({{1, 1, 1}})),
+            KVM_OK);
+  ASSERT_EQ(session.call(Verdict::kFinish,
+                         {{NoteKind::kTruncate, 0, 1, 0, 128}, {NoteKind::kExtend, 0, 1, 0, 128}},
+                         call_of(CallKind::kGrow), grow_of({{1, 1, 1}})),
+            KVM_OK);
+  EXPECT_EQ(session.call(Verdict::kFinish, {}, call_of(CallKind::kFlush)), KVM_OK);
+}
+
 TEST(StoreServer, EndsWhoBreaksThem) {
   struct Case {
     const char* name;

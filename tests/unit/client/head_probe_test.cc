@@ -126,6 +126,24 @@ TEST(HeadProbe, ScoresAreTheMeanMassOnTheTargets) {
   }
 }
 
+// A stride of 0 is packed: rows follow what the heads of one span, as in every other call.
+TEST(HeadProbe, RowsArePackedBehindHeadsThatAreApart) {
+  const Prompt prompt;
+  std::vector<float> apart(prompt.k.size() * 2, NAN);
+  for (size_t i = 0; i < prompt.k.size(); ++i) {
+    apart[i / kDim * 2 * kDim + i % kDim] = prompt.k[i];
+  }
+  kvm_probe_params params = prompt.params();
+  float expected[kKvHeads] = {}, echo[kKvHeads] = {};
+  ASSERT_TRUE(probe_heads(params, expected, nullptr).is_ok());
+  params.k = kvm_host_tensor(apart.data(), apart.size() * sizeof(float), KVM_DTYPE_F32);
+  params.k.stride_head = 2 * kDim;
+  ASSERT_TRUE(probe_heads(params, echo, nullptr).is_ok());
+  for (uint32_t h = 0; h < kKvHeads; ++h) {
+    EXPECT_EQ(echo[h], expected[h]);
+  }
+}
+
 TEST(HeadProbe, RefusesWhatItCannotBe) {
   const Prompt prompt;
   const auto message_of = [&](auto spoil) {
