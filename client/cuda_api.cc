@@ -107,9 +107,10 @@ Status read_states(const kvm_merge_params& p, kvm::device::StatesCall* to) {
   to->n_heads = p.n_heads;
   to->dim = p.dim;
   for (uint32_t i = 0; i < p.n_states; ++i) {
-    const std::string of = "[" + std::to_string(i) + "]";
-    KVM_TRY(read_tensor(("o" + of).c_str(), p.o[i], true, &to->o.emplace_back()));
-    KVM_TRY(read_tensor(("lse" + of).c_str(), p.lse[i], true, &to->lse.emplace_back()));
+    const std::string index = std::to_string(i) + "]";
+    const std::string o = std::string("o[") + index, lse = std::string("lse[") + index;
+    KVM_TRY(read_tensor(o.c_str(), p.o[i], true, &to->o.emplace_back()));
+    KVM_TRY(read_tensor(lse.c_str(), p.lse[i], true, &to->lse.emplace_back()));
   }
   KVM_TRY(read_tensor("out_o", p.out_o, true, &to->out_o));
   return read_tensor("out_lse", p.out_lse, false, &to->out_lse);

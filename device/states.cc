@@ -67,10 +67,11 @@ Status merge_states(Driver* driver, const StatesCall& call, Stream stream) {
   params.n_heads = call.n_heads;
   params.dim = call.dim;
   for (uint32_t i = 0; i < params.n_states; ++i) {
-    const std::string of = "[" + std::to_string(i) + "]";
-    KVM_TRY_ASSIGN(params.o[i], row_tensor(("o" + of).c_str(), call.o[i], call.n_rows, call.n_heads,
-                                           call.dim, 16));
-    KVM_TRY_ASSIGN(params.lse[i], lse_tensor(("lse" + of).c_str(), call.lse[i], call));
+    const std::string index = std::to_string(i) + "]";
+    const std::string o = std::string("o[") + index, lse = std::string("lse[") + index;
+    KVM_TRY_ASSIGN(params.o[i],
+                   row_tensor(o.c_str(), call.o[i], call.n_rows, call.n_heads, call.dim, 16));
+    KVM_TRY_ASSIGN(params.lse[i], lse_tensor(lse.c_str(), call.lse[i], call));
   }
   KVM_TRY_ASSIGN(params.out_o,
                  row_tensor("out_o", call.out_o, call.n_rows, call.n_heads, call.dim, 16));
