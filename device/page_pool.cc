@@ -57,9 +57,8 @@ Result<uint32_t> PagePool::open_slab(const tiers::SlabClass& slab_class, uint32_
   slab.slab_class = slab_class;
   slab.n_layers = n_layers;
   slab.page_bytes = slab_class.page_bytes() * n_layers;
-  slab.extent_bytes =
-      round_up(std::max(slab.page_bytes, std::min(kExtentTarget, capacity_bytes_ / 64)),
-               driver_->facts().granularity_bytes);
+  slab.extent_bytes = round_up(std::max(slab.page_bytes, extent_target(capacity_bytes_)),
+                               driver_->facts().granularity_bytes);
   const uint64_t n_extents =
       std::min(capacity_bytes_ / slab.extent_bytes,
                (uint64_t{1} << tiers::kSlotBits) * slab.page_bytes / slab.extent_bytes);

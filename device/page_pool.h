@@ -6,7 +6,7 @@
 // Memory is mapped into it by extents of one length, a multiple of the driver's granularity and not
 // shorter than a page. Pages need not divide them: one that lies across two extents can be used
 // while both are mapped, and an extent is empty when no page in use touches it. So extents are as
-// long as is good for mapping (kExtentTarget), whatever the page: one of int8 with its scales has
+// long as is good for mapping (extent_target), whatever the page: one of int8 with its scales has
 // few factors of two, and would take hundreds of MiB to end where the granularity does. What this
 // costs is the memory beside the ends of a run of mapped extents, less than a page at each; a slab
 // that has not given extents away has one run, from its first address on.
@@ -32,8 +32,14 @@
 
 namespace kvm::device {
 
-// Extents are so long, or a 64th of the capacity where that is less; but at least a page.
-inline constexpr uint64_t kExtentTarget = uint64_t{32} << 20;
+// How long extents are to be; but at least a page. Each is a call of the driver, and of memory that
+// kvmd owns a round trip: in a large pool they are longer.
+constexpr uint64_t extent_target(uint64_t capacity_bytes) {
+  constexpr uint64_t kUsual = uint64_t{32} << 20, kMost = uint64_t{256} << 20;
+  const uint64_t large = capacity_bytes / 256 < kMost ? capacity_bytes / 256 : kMost;
+  const uint64_t small = capacity_bytes / 64 < kUsual ? capacity_bytes / 64 : kUsual;
+  return large > small ? large : small;
+}
 
 class PagePool {
  public:

@@ -123,6 +123,16 @@ TEST(DevicePoolTest, LimitsAreSaid) {
 
 // Pages of int8 and fp8 have few factors of two, for the sake of their scales: an extent of whole
 // pages and whole granules would be hundreds of MiB.
+TEST(DevicePoolTest, ExtentsAreLongerInLargePools) {
+  constexpr uint64_t kMiB = 1 << 20, kGiB = 1 << 30;
+  EXPECT_EQ(extent_target(kGiB), 16 * kMiB);
+  EXPECT_EQ(extent_target(2 * kGiB), 32 * kMiB);
+  EXPECT_EQ(extent_target(8 * kGiB), 32 * kMiB);
+  EXPECT_EQ(extent_target(16 * kGiB), 64 * kMiB);
+  EXPECT_EQ(extent_target(64 * kGiB), 256 * kMiB);
+  EXPECT_EQ(extent_target(1024 * kGiB), 256 * kMiB);
+}
+
 TEST(DevicePoolTest, ExtentsAreShortWhateverThePage) {
   constexpr uint64_t kGranule = uint64_t{2} << 20, kCapacity = uint64_t{24} << 20;
   FakeOptions options;
@@ -145,8 +155,8 @@ TEST(DevicePoolTest, ExtentsAreShortWhateverThePage) {
                      std::to_string(dim) + " heads " + std::to_string(n_heads));
         ++n_classes;
         {
-          PagePool large(&driver, uint64_t{64} << 30);
-          EXPECT_EQ(large.slab_extent_bytes(large.open_slab(of).value()), kExtentTarget);
+          PagePool large(&driver, uint64_t{8} << 30);
+          EXPECT_EQ(large.slab_extent_bytes(large.open_slab(of).value()), 32u << 20);
         }
         PagePool pool(&driver, kCapacity);
         const uint32_t slab = pool.open_slab(of).value();
