@@ -127,6 +127,7 @@ int run_fairness(const Options& options);
 int run_short(const Options& options);
 int run_prefix(const Options& options);
 int run_update(const Options& options);
+int run_bridge(const Options& options);
 // bench/approx
 int run_error(const Options& options);
 int run_coverage(const Options& options);

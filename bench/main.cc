@@ -164,6 +164,8 @@ int main(int argc, char** argv) {
   brief->add_flag("--quick", options.quick, "few calls: a check that it runs");
   add("prefix", "prompts that somebody had are found and forked", run_prefix)
       ->add_flag("--quick", options.quick, "few and short ones: a check that it runs");
+  add("bridge", "tokens between a GPU and a daemon's store: the host's part", run_bridge)
+      ->add_flag("--quick", options.quick, "few tokens: a check that it runs");
   add("update", "what a step on a GPU costs the host, without the CUDA runtime", run_update)
       ->add_flag("--quick", options.quick, "few steps: a check that it runs");
   add_approximate(add, &options);

@@ -6,8 +6,10 @@
 #include <string>
 #include <utility>
 
+#include "base/clock.h"
 #include "client/checks.h"
 #include "client/connect_params.h"
+#include "client/embedded_bridge.h"
 #include "client/embedded_device.h"
 #include "client/handles.h"
 #include "ipc/struct_size.h"
@@ -17,6 +19,11 @@ struct kvm_cuda_batch {
   uint64_t token = 0;
   std::shared_ptr<kvm::client::DeviceClient> client;
   std::unique_ptr<kvm::device::Batch> batch;
+};
+
+struct kvm_cuda_bridge {
+  uint64_t token = 0;
+  std::unique_ptr<kvm::client::DeviceBridge> bridge;
 };
 
 namespace {
@@ -142,6 +149,28 @@ Status read_batch(const kvm_cuda_batch_params& p, kvm::device::BatchOptions* to)
   to->max_unsure = static_cast<uint32_t>(p.max_unsure);
   to->reproducible = (p.flags & KVM_CUDA_REPRODUCIBLE) != 0;
   return Status::ok();
+}
+
+Status read_bridge(const kvm_cuda_bridge_params& p, kvm::client::BridgeOptions* to) {
+  KVM_TRY(check_flags(p.flags, 0, "kvm_cuda_bridge_params"));
+  KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_cuda_bridge_params"));
+  KVM_TRY(check_handle(p.host, "host"));
+  KVM_TRY(check_range("max_tokens", p.max_tokens, kvm::attention::gpu::kMaxListTokens - 1));
+  *to = {p.host, p.host_space, p.space, p.max_tokens, p.staging_bytes};
+  return Status::ok();
+}
+
+Result<kvm::client::BridgeCopy> read_copy(const kvm_cuda_copy_params* params) {
+  KVM_TRY(check_not_null(params, "params"));
+  kvm_cuda_copy_params p;
+  KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_cuda_copy_params"));
+  KVM_TRY(check_flags(p.flags, 0, "kvm_cuda_copy_params"));
+  KVM_TRY(check_reserved(p.reserved, std::size(p.reserved), "kvm_cuda_copy_params"));
+  kvm::client::BridgeCopy copy{p.source, p.onto, p.begin, p.end};
+  if (p.timeout_ns != 0) {
+    copy.deadline_ns = kvm::add_saturating(kvm::now_ns(), p.timeout_ns);
+  }
+  return copy;
 }
 
 kvm_cuda_pages describe(const kvm::device::PagesPlace& place) {
@@ -396,6 +425,57 @@ kvm_status kvm_cuda_get_seq_info(kvm_client* client, kvm_seq_id seq, kvm_cuda_se
     KVM_TRY(kvm::ipc::check_output(out, "kvm_cuda_seq_info"));
     KVM_TRY_ASSIGN(const kvm_cuda_seq_info info, device->cuda_seq_info(seq));
     kvm::ipc::write_struct(out, out->struct_size, info);
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_cuda_bridge_create(kvm_client* client, const kvm_cuda_bridge_params* params,
+                                  kvm_cuda_bridge** out) {
+  return guarded([&]() -> Status {
+    KVM_TRY_ASSIGN(auto device, device_client(client));
+    KVM_TRY(check_not_null(params, "params"));
+    KVM_TRY(check_not_null(out, "out"));
+    kvm_cuda_bridge_params p;
+    KVM_TRY(kvm::ipc::read_params(params, &p, "kvm_cuda_bridge_params"));
+    kvm::client::BridgeOptions options;
+    KVM_TRY(read_bridge(p, &options));
+    auto bridge = std::make_unique<kvm_cuda_bridge>();
+    bridge->token = kvm::client::process_token();
+    KVM_TRY_ASSIGN(bridge->bridge, kvm::client::DeviceBridge::create(std::move(device), options));
+    *out = bridge.release();
+    return Status::ok();
+  });
+}
+
+void kvm_cuda_bridge_destroy(kvm_cuda_bridge* bridge) {
+  if (bridge == nullptr) {
+    return;
+  }
+  guarded([&]() -> Status {
+    KVM_TRY(check_handle(bridge, "bridge"));
+    delete bridge;
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_cuda_store(kvm_cuda_bridge* bridge, const kvm_cuda_copy_params* params,
+                          kvm_cuda_stream stream, kvm_seq_id* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(bridge, "bridge"));
+    KVM_TRY(check_not_null(out, "out"));
+    KVM_TRY_ASSIGN(const kvm::client::BridgeCopy copy, read_copy(params));
+    KVM_TRY_ASSIGN(*out, bridge->bridge->store(copy, stream));
+    return Status::ok();
+  });
+}
+
+kvm_status kvm_cuda_load(kvm_cuda_bridge* bridge, const kvm_cuda_copy_params* params,
+                         kvm_cuda_stream stream, kvm_seq_id* out) {
+  return guarded([&]() -> Status {
+    KVM_TRY(check_handle(bridge, "bridge"));
+    KVM_TRY(check_not_null(out, "out"));
+    KVM_TRY_ASSIGN(const kvm::client::BridgeCopy copy, read_copy(params));
+    KVM_TRY_ASSIGN(*out, bridge->bridge->load(copy, stream));
     return Status::ok();
   });
 }

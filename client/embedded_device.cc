@@ -311,6 +311,7 @@ kvm_space_info DeviceClient::describe(uint64_t id, const DeviceService::SpaceRec
   info.head_dim_v = space.head_dim_v;
   info.codec = static_cast<uint32_t>(space.codec);
   info.uid = static_cast<uint32_t>(::geteuid());
+  info.flags = space.v_in_k ? uint32_t{KVM_SPACE_V_IN_K} : 0;
   info.n_head_classes = space.n_lists;
   info.n_sequences = record.n_sequences;
   info.bytes_per_token = space.bytes_per_token;
@@ -544,6 +545,13 @@ Result<kvm_cuda_stats> DeviceClient::cuda_stats() {
 }
 
 // --- Steps --------------------------------------------------------------------------------------
+
+Result<std::shared_ptr<const device::SpaceLayout>> DeviceClient::layout(kvm_space_id space) {
+  const std::lock_guard lock(service_->mutex);
+  KVM_TRY(service_->check_open());
+  KVM_TRY_ASSIGN(const DeviceService::SpaceRecord* record, service_->spaces.find(space));
+  return record->layout;
+}
 
 Result<std::unique_ptr<device::Batch>> DeviceClient::create_batch(
     kvm_space_id space, const device::BatchOptions& options) {

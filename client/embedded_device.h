@@ -81,6 +81,9 @@ class DeviceClient final : public Client {
   Result<std::string> stats_text() override;
 
   // --- Of kvm_cuda.h -----------------------------------------------------------------------------
+  // What the client launches with; as long as the client.
+  device::Driver* driver() const { return service_->driver; }
+  Result<std::shared_ptr<const device::SpaceLayout>> layout(kvm_space_id space);
   Result<std::unique_ptr<device::Batch>> create_batch(kvm_space_id space,
                                                       const device::BatchOptions& options);
   // From here on the batch's memory does not count any more.

@@ -748,8 +748,8 @@ attention::gpu::PagePool Batch::pool_of(const Kind& kind, uint32_t layer) const 
 }
 
 // v: as k, with strides of `row` and `head` elements; absent where it is in k.
-Status Batch::check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_heads,
-                           uint64_t row, uint64_t head) const {
+Status Batch::check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_rows,
+                           uint64_t n_heads, uint64_t row, uint64_t head) const {
   if (space_->v_in_k()) {
     return v.data == nullptr
                ? Status::ok()
@@ -759,23 +759,22 @@ Status Batch::check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_
     return invalid("v is no device memory");
   }
   uint64_t row_v = 0, head_v = 0;
-  KVM_TRY(check_tensor("v", v, append_rows_, n_heads, space_->dim_v(), 16, &row_v, &head_v));
+  KVM_TRY(check_tensor("v", v, n_rows, n_heads, space_->dim_v(), 16, &row_v, &head_v));
   return k.dtype == v.dtype && row == row_v && head == head_v
              ? Status::ok()
              : invalid("k and v have different dtypes or strides");
 }
 
-Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream) {
+Result<AppendParams> Batch::append_params(uint32_t layer, const DeviceTensor& k,
+                                          const DeviceTensor& v, uint64_t n_rows) const {
   if (layer >= space_->layers.size() || !space_->layers[layer].has_keys ||
       space_->layers[layer].storage_layer != layer) {
     return invalid("layer " + number(layer) + " stores no keys and values of its own");
   }
-  KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
-  KVM_TRY(check_launch(captured));
   const uint64_t n_heads = space_->layers[layer].n_kv_heads;
   uint64_t row = 0, head = 0;
-  KVM_TRY(check_tensor("k", k, append_rows_, n_heads, space_->dim, 16, &row, &head));
-  KVM_TRY(check_values(k, v, n_heads, row, head));
+  KVM_TRY(check_tensor("k", k, n_rows, n_heads, space_->dim, 16, &row, &head));
+  KVM_TRY(check_values(k, v, n_rows, n_heads, row, head));
   const Kind& kind = kinds_[kind_of_layer_[layer]];
   AppendParams params;
   params.pool = pool_of(kind, layer);
@@ -787,6 +786,14 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   params.tokens = reinterpret_cast<const AppendToken*>(device_ + kind.tokens_at);
   params.dtype = k.dtype;
   params.dim = space_->dim;
+  return params;
+}
+
+Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream) {
+  KVM_TRY_ASSIGN(const bool captured, driver_->is_capturing(stream));
+  KVM_TRY(check_launch(captured));
+  KVM_TRY_ASSIGN(AppendParams params, append_params(layer, k, v, append_rows_));
+  const Kind& kind = kinds_[kind_of_layer_[layer]];
   params.n_tokens = reinterpret_cast<const uint32_t*>(device_ + kind.n_tokens_at);
   // A captured launch serves any number of them.
   const uint32_t n_tokens =
@@ -797,6 +804,27 @@ Status Batch::append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& 
   }
   ++n_launches_;
   return driver_->append(space_->codec, params, n_tokens, stream);
+}
+
+Status Batch::append_part(uint32_t layer, uint32_t first, uint32_t n_tokens, const DeviceTensor& k,
+                          const DeviceTensor& v, Stream stream) {
+  KVM_TRY(check_launch(false));
+  KVM_TRY_ASSIGN(AppendParams params, append_params(layer, k, v, n_tokens));
+  const Kind& kind = kinds_[kind_of_layer_[layer]];
+  const auto n_classes = static_cast<uint32_t>(kind.classes.size());
+  KVM_ASSERT(options_.max_items == 1 && n_tokens != 0 && first + n_tokens <= append_rows_);
+  // The tokens name rows of tensors that hold all of them.
+  const uint64_t before =
+      first * static_cast<uint64_t>(params.stride_token) * dtype_size_bytes(params.dtype);
+  const auto back = [before](const void* at) {
+    return at == nullptr ? nullptr
+                         : reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) - before);
+  };
+  params.k = back(params.k);
+  params.v = back(params.v);
+  params.tokens += uint64_t{first} * n_classes;
+  ++n_launches_;
+  return driver_->append(space_->codec, params, n_tokens * n_classes, stream);
 }
 
 Status Batch::check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const {

@@ -113,6 +113,11 @@ class Batch {
   // As kvm_cuda_set_lengths. lengths: [max_items], of size_bytes; or null.
   Status set_lengths(const uint8_t* lengths, uint64_t size_bytes, Stream stream);
   Status append(uint32_t layer, const DeviceTensor& k, const DeviceTensor& v, Stream stream);
+  // The same of a part of the tokens that the last update's only item appends: those from `first`
+  // on, n_tokens of them, whose rows are the first ones of k and v. REQUIRES: the stream is not
+  // being captured.
+  Status append_part(uint32_t layer, uint32_t first, uint32_t n_tokens, const DeviceTensor& k,
+                     const DeviceTensor& v, Stream stream);
   Status attend(const AttendCall& call, Stream stream);
   Status read(const ReadCall& call, Stream stream);
 
@@ -192,8 +197,11 @@ class Batch {
   Status send(const Slot& slot, const Message& message, Stream stream);
   attention::gpu::LengthsKind lengths_kind(const Kind& kind) const;
   attention::gpu::PagePool pool_of(const Kind& kind, uint32_t layer) const;
-  Status check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_heads, uint64_t row,
-                      uint64_t head) const;
+  Status check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_t n_rows,
+                      uint64_t n_heads, uint64_t row, uint64_t head) const;
+  // Parameters of an append of the update's tokens, of tensors of n_rows rows.
+  Result<attention::gpu::AppendParams> append_params(uint32_t layer, const DeviceTensor& k,
+                                                     const DeviceTensor& v, uint64_t n_rows) const;
   Status check_log_weights(const DeviceTensor& log_weights, uint64_t n_kv_heads) const;
   // Checks the tensors of an attend, and tells the kernels where they lie.
   Status resolve_tensors(const AttendCall& call, uint64_t n_rows,

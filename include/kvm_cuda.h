@@ -553,6 +553,103 @@ KVM_API kvm_status kvm_cuda_get_seq_info(kvm_client *client, kvm_seq_id seq,
                                          kvm_cuda_seq_info *out);
 
 /* ============================================================================================
+ * Between device sequences and those of host memory
+ * ============================================================================================
+ *
+ * Sequences of kvm_connect and kvm_open_embedded lie in host memory, and have there all that kvm.h
+ * offers: attention and indexes on CPUs, a disk, snapshots, prefixes that every client of a user
+ * finds, whatever engine computed them. A bridge copies tokens to them and back:
+ *
+ *    kvm_cuda_bridge_create(client, &params, &bridge);             once, for a space on each side
+ *
+ *    kvm_cuda_store(bridge, &chat, stream, &host_seq);             a turn has ended: to host memory
+ *    kvm_prefix_publish(host, host_seq, hashes, n_hashes, keep_ns);
+ *    kvm_seq_free(client, seq);                                    the device's pages are free
+ *    ...
+ *    kvm_prefix_find(host, &find, &found);                         this engine later, or another
+ *    kvm_cuda_load(bridge, &prefix, stream, &seq);                 onto the device
+ *
+ * Tokens are copied row by row, so the two spaces may differ in codecs, policies, indexes and
+ * windows: they agree in layers, kv heads, head dims and fingerprint. Rows travel in the narrower
+ * dtype of the two where both sides store numbers (BF16 to BF16 keeps every bit), in that of the
+ * side that does where one has codes, in F32 where both have: codes are made anew then, as
+ * kvm_append makes them of what kvm_cuda_read gives, and may differ by one.
+ * examples/cuda/cuda_prefix.c is the whole of it. */
+typedef struct kvm_cuda_bridge kvm_cuda_bridge;
+
+typedef struct kvm_cuda_bridge_params {
+  uint32_t struct_size;
+  uint32_t flags;          /* reserved, zero */
+  kvm_client *host;        /* of kvm_connect or kvm_open_embedded */
+  kvm_space_id host_space; /* of it */
+  kvm_space_id space;      /* of the device's client */
+  uint64_t max_tokens;     /* of the longest sequence on the device; required; at most 2^31 - 1 */
+  uint64_t staging_bytes;  /* what is under way at once: an arena of `host`, page-locked, and as
+                            * much device memory beside pool_bytes; 0: 64 MiB */
+  uint64_t reserved[4];
+} kvm_cuda_bridge_params;
+
+/* Makes a bridge, with a queue and an arena of `host`, and a batch of one item (kvm_cuda_batch) and
+ * a stream on the device. Release it before either client.
+ * Fails:   INVALID (the spaces do not agree; staging_bytes hold less than 64 tokens of a layer
+ *          twice; max_tokens), UNSUPPORTED (client is not of kvm_cuda_open, or host is), NOT_FOUND,
+ *          STALE, LOST (a space); NO_SPACE, DEVICE (the device's memory, or the driver's failure);
+ *          and as kvm_queue_create and kvm_arena_create. Threads: any. */
+KVM_API kvm_status kvm_cuda_bridge_create(kvm_client *client, const kvm_cuda_bridge_params *params,
+                                          kvm_cuda_bridge **out);
+
+/* NULL is accepted. Threads: no other call on this bridge may be running. */
+KVM_API void kvm_cuda_bridge_destroy(kvm_cuda_bridge *bridge);
+
+typedef struct kvm_cuda_copy_params {
+  uint32_t struct_size;
+  uint32_t flags;      /* reserved, zero */
+  kvm_seq_id source;   /* that has the tokens */
+  kvm_seq_id onto;     /* of the other side, whose tokens come before them; 0: none */
+  uint64_t begin;      /* tokens [begin, end) of the source */
+  uint64_t end;        /* KVM_POSITION_END: all from begin on */
+  uint64_t timeout_ns; /* 0: none */
+  uint64_t reserved[4];
+} kvm_cuda_copy_params;
+
+/* Makes a sequence in host memory of the tokens of `onto`, a sequence of the host's client or one
+ * that is published to it, which it shares (kvm_seq_fork), and behind them tokens of `source`, a
+ * sequence on the device. Of a prompt that is stored already, onto and begin say so, and only what
+ * is new crosses.
+ *
+ * Waits until all is there: engines call it on a thread of their own. On the device nothing waits:
+ * the rows are read behind what is enqueued on `stream`, on a stream of the bridge, and copied by a
+ * copy engine, beside whatever the engine enqueues meanwhile. Source may be appended to, truncated
+ * and freed meanwhile: the bridge holds a fork of it. (The first append behind the call copies the
+ * page that it goes to, if the source ends inside one.)
+ * All or nothing: after a failure there is no new sequence, and those that were are as before.
+ * Fails:   INVALID (begin, end; layers of `onto` that differ in length; a layer that only the
+ *          host's space stores), PARTIAL (a policy has dropped a token, for some head), BUSY
+ *          (source is on the host: kvm_cuda_fetch), LIMIT (max_tokens), TIMEOUT, DISCONNECTED (of
+ *          either client), NOT_FOUND, STALE, LOST, UNSUPPORTED (the stream is being captured),
+ *          DEVICE; as kvm_seq_create, kvm_seq_fork and kvm_append of the host's client.
+ * Threads: one at a time for a bridge. */
+KVM_API kvm_status kvm_cuda_store(kvm_cuda_bridge *bridge, const kvm_cuda_copy_params *params,
+                                  kvm_cuda_stream stream, kvm_seq_id *out);
+
+/* The way back: makes a sequence on the device of the tokens of `onto`, a sequence there, and
+ * behind them tokens of `source`, one in host memory, its client's or published to it. What of
+ * source lies on a disk is read from there.
+ *
+ * Waits until all is there, as kvm_cuda_store, and likewise reads a fork of source: of a prefix, a
+ * load is a use (kvm_prefix_publish's keep_ns). Pages are reserved by the call, as by an update of
+ * as many tokens that is enqueued on `stream`, and written on the bridge's stream. Heads with sinks
+ * and a window get all tokens, and drop what is not seen by the next update.
+ * All or nothing, as kvm_cuda_store.
+ * Fails:   INVALID (begin, end; a layer that only the device's space stores), PARTIAL (a policy of
+ *          the host's space, or kvm_seq_drop, has dropped a token, for some head), NO_SPACE (of the
+ *          pool), LIMIT (max_tokens), BUSY (onto is on the host), TIMEOUT, DISCONNECTED, NOT_FOUND,
+ *          STALE, LOST, UNSUPPORTED (the stream is being captured), DEVICE; as kvm_seq_fork; as
+ *          kvm_read of the host's client. Threads: one at a time for a bridge. */
+KVM_API kvm_status kvm_cuda_load(kvm_cuda_bridge *bridge, const kvm_cuda_copy_params *params,
+                                 kvm_cuda_stream stream, kvm_seq_id *out);
+
+/* ============================================================================================
  * Statistics
  * ============================================================================================ */
 

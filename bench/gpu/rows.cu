@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lies between a device and CPUs that have the middle of a context (U10, docs/adr/0037): rows
-// of pages read back into page-locked memory, beside a copy of as much, and states merged of which
-// one lies there.
+// What lies between a device and host memory (U10, docs/adr/0037 and 0039): rows of pages read back
+// into page-locked memory, directly and through slots, beside a copy of as much, and states merged
+// of which one lies there.
 #include <string>
 #include <vector>
 
@@ -71,6 +71,40 @@ void measure_reads(CodecId codec, const LockedBuffer& k, const LockedBuffer& v,
   }
 }
 
+// The device's half of kvm_cuda_store (docs/adr/0039): pieces are read into slots on the device,
+// and copied from there.
+void measure_store(const LockedBuffer& host, const DeviceBuffer& memory, const Args& args) {
+  constexpr uint32_t kPiece = 2048;
+  constexpr size_t kPlane = size_t{kPiece} * kHeads * kDim * 2;
+  WorkloadSpec spec;
+  spec.lengths = {kTokens};
+  const Workload workload(spec, memory);
+  const attention::gpu::DecodeParams& from = workload.decode_params(0);
+  const DeviceBuffer slots(kTokens / kPiece * 2 * kPlane);
+  ReadParams params;
+  params.pool = from.pool;
+  params.page_table = from.page_table;
+  params.n_classes = 1;
+  params.dim = kDim;
+  params.n_tokens = kPiece;
+  const double us = time_us(
+      [&](uint32_t, cudaStream_t stream) {
+        for (uint32_t piece = 0; piece < kTokens / kPiece; ++piece) {
+          uint8_t* const slot = slots.data() + piece * 2 * kPlane;
+          params.first = piece * kPiece;
+          params.k = packed(slot, Dtype::kBf16, kHeads, kDim);
+          params.v = packed(slot + kPlane, Dtype::kBf16, kHeads, kDim);
+          const auto most = kBlocksPerSm * static_cast<uint32_t>(device_facts().sms);
+          check(launch_read(CodecId::kBf16, params, most < kPiece ? most : kPiece, stream), "read");
+          check(cudaMemcpyAsync(host.data(), slot, 2 * kPlane, cudaMemcpyDeviceToHost, stream),
+                "cudaMemcpyAsync");
+        }
+      },
+      4, args.quick ? 3 : 9);
+  print_figure("U10", "rows of bf16 through slots of 8 MiB to the host, rate", "GB/s",
+               4.0 * kTokens * kHeads * kDim / us / 1e3);
+}
+
 // Two states of a batch's rows, the second one at `other`.
 double merge_us(const DeviceBuffer& device, void* other, Dtype dtype, const Args& args) {
   const size_t o_bytes = size_t{kSequences} * kQueryHeads * kDim * 4;
@@ -114,6 +148,8 @@ int run_rows(const Args& args) {
   for (const CodecId codec : {CodecId::kBf16, CodecId::kI8, CodecId::kF8}) {
     measure_reads(codec, k, v, memory, args);
   }
+
+  measure_store(k, memory, args);
 
   const DeviceBuffer here(size_t{8} << 20), there(size_t{8} << 20);
   fill_random(here.data(), here.size(), nullptr);

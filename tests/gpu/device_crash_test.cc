@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "base/clock.h"
@@ -260,6 +261,82 @@ TEST(DeviceCrash, DaemonKilledWhenever) {
     const int status = wait_for_end(child);
     EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == kDisconnected)
         << "the client hangs, or got another answer: " << status;
+  }
+}
+
+// Copies between a device and host memory that one kvmd has both end with it.
+TEST(DeviceCrash, DaemonKilledBesideABridge) {
+  const uint32_t n_kills = std::getenv("KVM_NIGHTLY") != nullptr ? 100 : 5;
+  for (uint32_t i = 0; i < n_kills; ++i) {
+    Daemon daemon(daemon_arguments(), "kvmd_on_fake");
+    ASSERT_FALSE(HasFatalFailure());
+    next_options = {};
+    next_options.runs_by_itself = true;
+    next_options.at_end = [](const FakeDriver& driver) {
+      EXPECT_EQ(driver.complaints(), "");
+      EXPECT_EQ(driver.leftovers(), "");
+    };
+    kvm_connect_params server{};
+    server.struct_size = sizeof server;
+    server.socket_path = daemon.socket_path().c_str();
+    server.timeout_ns = kPatienceNs;
+    kvm_cuda_params params{};
+    params.struct_size = sizeof params;
+    params.server = &server;
+    kvm_client *device = nullptr, *host = nullptr;
+    ASSERT_EQ(kvm_cuda_open(&params, &device), KVM_OK) << kvm_last_error();
+    ASSERT_EQ(kvm_connect(&server, &host), KVM_OK) << kvm_last_error();
+    kvm_cuda_bridge_params between{};
+    between.struct_size = sizeof between;
+    between.host = host;
+    between.host_space = register_space(host, {});
+    between.space = register_space(device, {});
+    between.max_tokens = 1024;
+    between.staging_bytes = 256 << 10;
+    kvm_cuda_bridge* bridge = nullptr;
+    ASSERT_EQ(kvm_cuda_bridge_create(device, &between, &bridge), KVM_OK) << kvm_last_error();
+
+    kvm_cuda_batch_params sizes{};
+    sizes.struct_size = sizeof sizes;
+    sizes.space = between.space;
+    sizes.max_items = 1;
+    sizes.max_append = 1024;
+    sizes.max_tokens = 1024;
+    kvm_cuda_batch* batch = nullptr;
+    ASSERT_EQ(kvm_cuda_batch_create(device, &sizes, &batch), KVM_OK) << kvm_last_error();
+    kvm_cuda_item item{};
+    item.n_append = 700;
+    ASSERT_EQ(kvm_seq_create(device, between.space, nullptr, &item.seq), KVM_OK);
+    ASSERT_EQ(kvm_cuda_update(batch, &item, 1, nullptr), KVM_OK) << kvm_last_error();
+
+    std::thread killer([&] {
+      ::usleep(static_cast<useconds_t>(splitmix64(i) % 100'000));
+      daemon.kill_hard();
+    });
+    kvm_status status = KVM_OK;
+    kvm_seq_id there = 0;
+    for (bool is_store = true; status == KVM_OK; is_store = !is_store) {
+      kvm_cuda_copy_params copy{};
+      copy.struct_size = sizeof copy;
+      copy.source = is_store ? item.seq : there;
+      copy.end = KVM_POSITION_END;
+      kvm_seq_id made = 0;
+      status = is_store ? kvm_cuda_store(bridge, &copy, nullptr, &made)
+                        : kvm_cuda_load(bridge, &copy, nullptr, &made);
+      if (status == KVM_OK && is_store) {
+        there = made;
+      } else if (status == KVM_OK) {
+        status = kvm_seq_free(device, made);
+        status = status == KVM_OK ? kvm_seq_free(host, there) : status;
+      }
+    }
+    EXPECT_EQ(status, KVM_ERR_DISCONNECTED) << kvm_last_error();
+    killer.join();
+    kvm_cuda_bridge_destroy(bridge);
+    last_driver->settle();
+    kvm_cuda_batch_destroy(batch);
+    kvm_client_close(host);
+    kvm_client_close(device);
   }
 }
 

@@ -87,33 +87,7 @@ Geometry latent_geometry(uint32_t n_q_heads) {
   return geometry;
 }
 
-Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_bytes,
-         uint64_t host_bytes)
-    : geometry_(geometry) {
-  next_options = options;
-  next_options.runs_by_itself = options.runs_by_itself || has_server();
-  next_options.at_end = [](const FakeDriver& driver) {
-    EXPECT_EQ(driver.complaints(), "");
-    EXPECT_EQ(driver.leftovers(), "");
-  };
-  kvm_cuda_params params{};
-  params.struct_size = sizeof params;
-  params.pool_bytes = pool_bytes;
-  params.host_bytes = host_bytes;
-  kvm_connect_params server{};
-  server.struct_size = sizeof server;
-  if (has_server()) {
-    daemon_ = std::make_unique<kvm::testing::Daemon>(
-        std::vector<std::string>{"--device-pool", "1GiB", "--device-host", "1GiB", "--threads", "1",
-                                 "--host-capacity", "16MiB"},
-        "kvmd_on_fake");
-    server.socket_path = daemon_->socket_path().c_str();
-    server.timeout_ns = 60'000'000'000;
-    params.server = &server;
-  }
-  EXPECT_EQ(kvm_cuda_open(&params, &client_), KVM_OK) << kvm_last_error();
-  driver_ = last_driver;
-  stream_ = driver_->create_stream().value();
+kvm_space_id register_space(kvm_client* client, const Geometry& geometry) {
   kvm_space_params space{};
   space.struct_size = sizeof space;
   space.name = "model";
@@ -130,7 +104,37 @@ Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_byt
   space.n_layer_params = static_cast<uint32_t>(geometry.layers.size());
   space.policies = geometry.policies.data();
   space.n_policies = static_cast<uint32_t>(geometry.policies.size());
-  EXPECT_EQ(kvm_space_register(client_, &space, &space_), KVM_OK) << kvm_last_error();
+  kvm_space_id id = 0;
+  EXPECT_EQ(kvm_space_register(client, &space, &id), KVM_OK) << kvm_last_error();
+  return id;
+}
+
+Rig::Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_bytes,
+         uint64_t host_bytes)
+    : geometry_(geometry) {
+  next_options = options;
+  next_options.runs_by_itself = options.runs_by_itself || has_server();
+  next_options.at_end = [](const FakeDriver& driver) {
+    EXPECT_EQ(driver.complaints(), "");
+    EXPECT_EQ(driver.leftovers(), "");
+  };
+  kvm_cuda_params params{};
+  params.struct_size = sizeof params;
+  params.pool_bytes = pool_bytes;
+  params.host_bytes = host_bytes;
+  kvm_connect_params server{};
+  if (has_server()) {
+    daemon_ = std::make_unique<kvm::testing::Daemon>(
+        std::vector<std::string>{"--device-pool", "1GiB", "--device-host", "1GiB", "--threads", "1",
+                                 "--host-capacity", "16MiB"},
+        "kvmd_on_fake");
+    server = this->server();
+    params.server = &server;
+  }
+  EXPECT_EQ(kvm_cuda_open(&params, &client_), KVM_OK) << kvm_last_error();
+  driver_ = last_driver;
+  stream_ = driver_->create_stream().value();
+  space_ = register_space(client_, geometry);
 }
 
 Rig::~Rig() {
@@ -145,6 +149,29 @@ Rig::~Rig() {
     std::string log;
     EXPECT_EQ(daemon_->stop(&log), 0) << log;
   }
+}
+
+kvm_connect_params Rig::server() const {
+  kvm_connect_params server{};
+  server.struct_size = sizeof server;
+  server.socket_path = daemon_->socket_path().c_str();
+  server.timeout_ns = kvm::testing::kPatienceNs;
+  return server;
+}
+
+kvm_client* Rig::open_host(uint64_t capacity_bytes) const {
+  kvm_client* client = nullptr;
+  if (has_server()) {
+    const kvm_connect_params params = server();
+    EXPECT_EQ(kvm_connect(&params, &client), KVM_OK) << kvm_last_error();
+  } else {
+    kvm_embedded_params params{};
+    params.struct_size = sizeof params;
+    params.n_threads = 2;
+    params.host_capacity_bytes = capacity_bytes;
+    EXPECT_EQ(kvm_open_embedded(&params, &client), KVM_OK) << kvm_last_error();
+  }
+  return client;
 }
 
 void Rig::forget_memory() {
@@ -179,6 +206,27 @@ kvm_seq_id Rig::create() {
   kvm_seq_id seq = 0;
   EXPECT_EQ(kvm_seq_create(client_, space_, nullptr, &seq), KVM_OK) << kvm_last_error();
   return seq;
+}
+
+void Rig::append(kvm_cuda_batch* batch, uint32_t item, kvm_seq_id seq, uint64_t key, Shadow* shadow,
+                 uint32_t n, uint32_t n_query, uint64_t first_position) {
+  std::vector<kvm_cuda_item> items(item + 1);
+  items[item].seq = seq;
+  items[item].n_append = n;
+  items[item].n_query = n_query;
+  ASSERT_EQ(kvm_cuda_update(batch, items.data(), item + 1, stream_), KVM_OK) << kvm_last_error();
+  std::vector<Row> rows;
+  for (uint32_t t = 0; t < n; ++t) {
+    rows.push_back({key, first_position + shadow->keys.size()});
+    shadow->keys.push_back(key);
+  }
+  for (uint32_t layer = 0; n != 0 && layer < geometry_.n_layers; ++layer) {
+    if (!geometry_.layers.empty() && geometry_.layers[layer].kind != KVM_LAYER_OWN) {
+      continue;
+    }
+    const kvm_tensor k = keys(rows, layer, false), v = keys(rows, layer, true);
+    ASSERT_EQ(kvm_cuda_append(batch, layer, &k, &v, stream_), KVM_OK) << kvm_last_error();
+  }
 }
 
 uint8_t* Rig::allocate(uint64_t size_bytes) {

@@ -49,6 +49,9 @@ struct Geometry {
 // Multi-head latent attention: one key of 576 channels, its value in it.
 Geometry latent_geometry(uint32_t n_q_heads);
 
+// Registers a space called "model".
+kvm_space_id register_space(kvm_client* client, const Geometry& geometry);
+
 // Which tokens a sequence has: those of `key` up to `n_tokens`, where older parts may have other
 // keys.
 struct Shadow {
@@ -74,6 +77,14 @@ class Rig {
   kvm_cuda_batch_params batch_params(uint32_t max_items, uint32_t max_append, uint32_t max_query,
                                      uint64_t max_tokens = 1024) const;
   kvm_seq_id create();
+  // One update with one item, in place `item` of the batch, and its appends: n tokens of `key`
+  // behind those of the shadow, whose first one is at first_position.
+  void append(kvm_cuda_batch* batch, uint32_t item, kvm_seq_id seq, uint64_t key, Shadow* shadow,
+              uint32_t n, uint32_t n_query = 0, uint64_t first_position = 0);
+
+  // Opens a client whose sequences lie in host memory: of an engine in this process, or of the kvmd
+  // that has the device's. The caller's to close.
+  kvm_client* open_host(uint64_t capacity_bytes = 16 << 20) const;
 
   // Device memory with these bytes, until the rig ends or forget_memory.
   uint8_t* upload(const void* data, uint64_t size_bytes);
@@ -122,6 +133,9 @@ class Rig {
   bool sees(uint32_t layer, uint32_t head, const Query& query, uint64_t position) const;
 
   Geometry geometry_;
+  // How a client connects to daemon_.
+  kvm_connect_params server() const;
+
   std::unique_ptr<kvm::testing::Daemon> daemon_;  // null: the memory is this process's
   kvm_client* client_ = nullptr;
   FakeDriver* driver_ = nullptr;

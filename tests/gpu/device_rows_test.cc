@@ -68,30 +68,6 @@ class LockedMemory {
   uint8_t* const data_;
 };
 
-// One update of one item in place `item` of the batch, and its appends. What is appended has the
-// positions behind those that `shadow` has.
-void append(Rig* rig, kvm_cuda_batch* batch, uint32_t item, kvm_seq_id seq, uint64_t key,
-            Shadow* shadow, uint32_t n, uint32_t n_query = 0, uint64_t first_position = 0) {
-  std::vector<kvm_cuda_item> items(item + 1);
-  items[item].seq = seq;
-  items[item].n_append = n;
-  items[item].n_query = n_query;
-  ASSERT_EQ(kvm_cuda_update(batch, items.data(), item + 1, rig->stream()), KVM_OK)
-      << kvm_last_error();
-  std::vector<Rig::Row> rows;
-  for (uint32_t t = 0; t < n; ++t) {
-    rows.push_back({key, first_position + shadow->keys.size()});
-    shadow->keys.push_back(key);
-  }
-  for (uint32_t layer = 0; n != 0 && layer < rig->geometry().n_layers; ++layer) {
-    if (!rig->geometry().layers.empty() && rig->geometry().layers[layer].kind != KVM_LAYER_OWN) {
-      continue;
-    }
-    const kvm_tensor k = rig->keys(rows, layer, false), v = rig->keys(rows, layer, true);
-    ASSERT_EQ(kvm_cuda_append(batch, layer, &k, &v, rig->stream()), KVM_OK) << kvm_last_error();
-  }
-}
-
 kvm_cuda_read_params read_params(uint32_t item, uint32_t layer, uint64_t position,
                                  uint64_t n_tokens) {
   kvm_cuda_read_params params{};
@@ -153,8 +129,8 @@ TEST_P(DeviceReads, GiveWhatWasAppended) {
   kvm_cuda_batch* const batch = rig.batch(rig.batch_params(2, 200, 1));
   const kvm_seq_id seq = rig.create();
   Shadow shadow;
-  append(&rig, batch, 1, seq, 1, &shadow, 130);
-  append(&rig, batch, 1, seq, 1, &shadow, 20);
+  rig.append(batch, 1, seq, 1, &shadow, 130);
+  rig.append(batch, 1, seq, 1, &shadow, 20);
   for (const uint32_t dtype : {KVM_DTYPE_F32, KVM_DTYPE_F16, KVM_DTYPE_BF16}) {
     for (const auto& [position, n] : {std::pair{0, 150}, {63, 2}, {70, 61}, {149, 1}}) {
       // K packed into device memory, V by heads into memory of the host.
@@ -202,7 +178,7 @@ TEST(DeviceRowsTest, LatentRowsGiveTheirValuesToo) {
   kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 100, 1));
   const kvm_seq_id seq = rig.create();
   Shadow shadow;
-  append(&rig, batch, 0, seq, 1, &shadow, 70);
+  rig.append(batch, 0, seq, 1, &shadow, 70);
   kvm_cuda_read_params params = read_params(0, 1, 3, 66);
   uint8_t* const k = rig.allocate(66 * 576 * 4);
   uint8_t* const v = rig.allocate(66 * 512 * 2);
@@ -221,11 +197,11 @@ TEST(DeviceRowsTest, ForksReadWhatTheyShareAndWhatTheyHave) {
   kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 200, 1));
   const kvm_seq_id parent = rig.create();
   Shadow shadow;
-  append(&rig, batch, 0, parent, 1, &shadow, 100);
+  rig.append(batch, 0, parent, 1, &shadow, 100);
   kvm_seq_id child = 0;
   ASSERT_EQ(kvm_seq_fork(rig.client(), parent, 90, &child), KVM_OK) << kvm_last_error();
   Shadow of_child{{shadow.keys.begin(), shadow.keys.begin() + 90}};
-  append(&rig, batch, 0, child, 2, &of_child, 50);
+  rig.append(batch, 0, child, 2, &of_child, 50);
   const uint64_t size = 140 * 2 * 64 * 4;
   uint8_t* const k = rig.allocate(size);
   kvm_cuda_read_params params = read_params(0, 0, 0, 140);
@@ -245,7 +221,7 @@ TEST(DeviceRowsTest, AliasesReadTheRowsOfTheirTarget) {
   kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 200, 1));
   const kvm_seq_id seq = rig.create();
   Shadow shadow;
-  append(&rig, batch, 0, seq, 1, &shadow, 5);
+  rig.append(batch, 0, seq, 1, &shadow, 5);
   const uint64_t size = 5 * 2 * 64 * 4;
   uint8_t* const v = rig.allocate(size);
   kvm_cuda_read_params params = read_params(0, 1, 0, 5);
@@ -273,12 +249,12 @@ TEST(DeviceRowsTest, WhatLeavesAWindowIsThereUntilTheNextUpdate) {
         params.k = kvm_device_tensor(k.data(), k.size(), KVM_DTYPE_F32);
         return kvm_cuda_read(batch, &params, rig.stream());
       };
-      append(&rig, batch, 0, seq, 1, &shadow, 300, 1);
+      rig.append(batch, 0, seq, 1, &shadow, 300, 1);
       ASSERT_EQ(read(0, 300), KVM_OK) << kvm_last_error();
       rig.driver().settle();
       expect_rows(rig, k.data(), KVM_DTYPE_F32, 128, 64, 0, shadow, 0, 300, false);
       for (uint64_t n = 300; n < 460;) {
-        append(&rig, batch, 0, seq, 1, &shadow, n_append, n_query);
+        rig.append(batch, 0, seq, 1, &shadow, n_append, n_query);
         n += n_append;
         const uint64_t begin = n - n_append - kRecent;
         ASSERT_EQ(read(begin, n - kRecent), KVM_OK) << kvm_last_error();
@@ -306,14 +282,14 @@ TEST(DeviceRowsTest, BehindACutTheSlackIsThere) {
     kvm_cuda_batch* const batch = rig.batch(rig.batch_params(1, 300, 1));
     const kvm_seq_id seq = rig.create();
     Shadow shadow;
-    append(&rig, batch, 0, seq, 1, &shadow, 255, 1);
-    append(&rig, batch, 0, seq, 1, &shadow, 1, 1);
+    rig.append(batch, 0, seq, 1, &shadow, 255, 1);
+    rig.append(batch, 0, seq, 1, &shadow, 1, 1);
     ASSERT_EQ(kvm_seq_truncate(rig.client(), seq, 255), KVM_OK) << kvm_last_error();
     shadow.keys.pop_back();
-    append(&rig, batch, 0, seq, 1, &shadow, 0);
+    rig.append(batch, 0, seq, 1, &shadow, 0);
     kvm_cuda_read_params params = read_params(0, 0, 255 - kRecent, kRecent);
     EXPECT_EQ(kvm_cuda_read(batch, &params, rig.stream()), slack == 0 ? KVM_ERR_PARTIAL : KVM_OK);
-    append(&rig, batch, 0, seq, 1, &shadow, 1, 1);
+    rig.append(batch, 0, seq, 1, &shadow, 1, 1);
     rig.driver().settle();
   }
 }
@@ -336,7 +312,7 @@ TEST(DeviceRowsTest, ReadsSayWhatIsWrong) {
   };
   says(good, "no update");
   Shadow shadow;
-  append(&rig, batch, 0, seq, 1, &shadow, 30);
+  rig.append(batch, 0, seq, 1, &shadow, 30);
   EXPECT_EQ(kvm_cuda_read(batch, &good, rig.stream()), KVM_OK) << kvm_last_error();
   kvm_cuda_read_params bad = good;
   bad.item = 2;
@@ -399,7 +375,7 @@ TEST(DeviceRowsTest, ReadsSayWhatIsWrong) {
   EXPECT_EQ(kvm_cuda_read(batch, &good, rig.stream()), KVM_ERR_DEVICE);
   ASSERT_EQ(kvm_seq_truncate(rig.client(), seq, 29), KVM_OK);
   says(good, "has changed");
-  append(&rig, batch, 0, seq, 1, &shadow, 1);
+  rig.append(batch, 0, seq, 1, &shadow, 1);
   ASSERT_EQ(kvm_cuda_spill(rig.client(), seq, rig.stream()), KVM_OK) << kvm_last_error();
   says(good, "has changed");
 }
@@ -457,10 +433,10 @@ TEST(DeviceRowsTest, StatesOfTheHalvesAreThatOfTheWhole) {
   const FakeDriver::Graph graph = rig.driver().end_capture(rig.stream());
   for (uint32_t step = 0; step < 3; ++step) {
     const std::vector<uint16_t> q = rig.queries(step, 1);
-    append(&rig, first, 0, a, 1, &all, 40, 1);
+    rig.append(first, 0, a, 1, &all, 40, 1);
     ASSERT_EQ(attend(&rig, first, 0, q, o_a), KVM_OK) << kvm_last_error();
     // The other one's tokens stand behind all of the first.
-    append(&rig, second, 0, b, 1, &rest, 30, 1, 1000);
+    rig.append(second, 0, b, 1, &rest, 30, 1, 1000);
     ASSERT_EQ(attend(&rig, second, 0, q, o_b), KVM_OK) << kvm_last_error();
     rig.driver().replay(graph, rig.stream());
     rig.driver().settle();
@@ -650,7 +626,7 @@ TEST(DeviceRowsTest, SinksAndWindowAndTheMiddleAreTheWhole) {
     const auto n_append = static_cast<uint32_t>(step == 0 ? 117 : step % kMost + 1);
     const uint32_t n_query = step == 0 ? 1 : n_append;
     const std::vector<uint16_t> q = rig.queries(step, n_query);
-    append(&rig, batch, 0, seq, step + 1, &shadow, n_append, n_query);
+    rig.append(batch, 0, seq, step + 1, &shadow, n_append, n_query);
     const uint64_t end = shadow.keys.size() - kRecent;
     kvm_cuda_read_params read = read_params(0, 0, held, end - held);
     read.k = kvm_device_tensor(k.data(), k.size(), KVM_DTYPE_F32);
