@@ -37,6 +37,8 @@ using kvm::client::check_not_null;
 using kvm::client::check_reserved;
 using kvm::client::DeviceClient;
 using kvm::client::guarded;
+using kvm::device::check_range;
+using kvm::device::state_name;
 
 constexpr uint32_t kMaxBatchItems = 1024;
 constexpr uint32_t kMaxBatchAppend = 1u << 20;
@@ -50,14 +52,6 @@ Result<std::shared_ptr<DeviceClient>> device_client(const kvm_client* client) {
     return Status(KVM_ERR_UNSUPPORTED, "the client was not opened by kvm_cuda_open");
   }
   return device;
-}
-
-Status check_range(const char* name, uint64_t value, uint64_t most) {
-  if (value == 0 || value > most) {
-    return invalid(std::string(name) + " is " + std::to_string(value) + "; allowed are 1 to " +
-                   std::to_string(most));
-  }
-  return Status::ok();
 }
 
 Status check_positions(uint64_t begin, uint64_t end) {
@@ -114,8 +108,7 @@ Status read_states(const kvm_merge_params& p, kvm::device::StatesCall* to) {
   to->n_heads = p.n_heads;
   to->dim = p.dim;
   for (uint32_t i = 0; i < p.n_states; ++i) {
-    const std::string index = std::to_string(i) + "]";
-    const std::string o = std::string("o[") + index, lse = std::string("lse[") + index;
+    const std::string o = state_name("o", i), lse = state_name("lse", i);
     KVM_TRY(read_tensor(o.c_str(), p.o[i], true, &to->o.emplace_back()));
     KVM_TRY(read_tensor(lse.c_str(), p.lse[i], true, &to->lse.emplace_back()));
   }

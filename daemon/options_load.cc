@@ -116,8 +116,7 @@ std::optional<size_t> find_row(std::string_view name) {
 }
 
 // "; did you mean 'socket'?", or nothing.
-std::string hint(std::string_view name, const std::vector<std::string>& candidates) {
-  const std::string nearest = nearest_name(name, candidates);
+std::string hint(const std::string& nearest) {
   return nearest.empty() ? std::string() : fmt::format("; did you mean '{}'?", nearest);
 }
 
@@ -140,7 +139,7 @@ std::string file_hint(const std::string& name) {
   const std::string key = nearest_name(key_of(name), keys);
   if (key.empty() || (!as_it_stands.empty() &&
                       edit_distance(name, as_it_stands) <= edit_distance(key_of(name), key))) {
-    return hint(name, names);
+    return hint(as_it_stands);
   }
   const auto found = std::find(keys.begin(), keys.end(), key);
   const std::string& whole = names[static_cast<size_t>(found - keys.begin())];
@@ -323,7 +322,7 @@ Status unexpected_argument(const std::string& argument) {
   std::vector<std::string> known = names_of(flag_name);
   known.insert(known.end(), {"--config", "--print-config", "--json", "--version", "--help"});
   const std::string name = argument.substr(0, argument.find('='));
-  const std::string nearest = hint(name, known);
+  const std::string nearest = hint(nearest_name(name, known));
   return Status(KVM_ERR_INVALID, fmt::format("unknown option '{}'{}", name,
                                              nearest.empty() ? "; see kvmd --help" : nearest));
 }

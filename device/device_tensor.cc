@@ -35,6 +35,12 @@ bool elements_are_apart(const attention::gpu::RowTensor& tensor, uint64_t n_rows
 
 }  // namespace
 
+Status check_range(const char* name, uint64_t value, uint64_t most) {
+  return value != 0 && value <= most ? Status::ok()
+                                     : invalid(std::string(name) + " is " + number(value) +
+                                               "; allowed are 1 to " + number(most));
+}
+
 Status check_tensor(const char* name, const DeviceTensor& tensor, uint64_t n_rows, uint64_t n_heads,
                     uint64_t dim, uint64_t alignment, uint64_t* stride_row, uint64_t* stride_head) {
   const uint64_t element = dtype_size_bytes(tensor.dtype);

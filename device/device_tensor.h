@@ -20,6 +20,9 @@ struct DeviceTensor {
   uint64_t stride_head = 0;
 };
 
+// Fails: INVALID, unless `value` is 1 to `most`.
+Status check_range(const char* name, uint64_t value, uint64_t most);
+
 // Checks a tensor of n_rows rows, 0 of which need no room, n_heads heads and dim channels, whose
 // address and strides are to be multiples of `alignment` bytes; its strides in elements go to
 // *stride_row and *stride_head. REQUIRES: n_heads and dim are below 2^16, and not 0.

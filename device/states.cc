@@ -22,13 +22,6 @@ using attention::gpu::StatesParams;
 constexpr uint32_t kMaxStateRows = 1u << 20;
 constexpr uint32_t kBlocksPerSm = 16;
 
-Status check_range(const char* name, uint64_t value, uint64_t most) {
-  return value != 0 && value <= most
-             ? Status::ok()
-             : Status(KVM_ERR_INVALID, std::string(name) + " is " + std::to_string(value) +
-                                           "; allowed are 1 to " + std::to_string(most));
-}
-
 Result<RowTensor> lse_tensor(const char* name, const DeviceTensor& lse, const StatesCall& call) {
   if (lse.data != nullptr && lse.dtype != Dtype::kF32) {
     return Status(KVM_ERR_INVALID, std::string(name) + " is not F32");
@@ -45,12 +38,16 @@ Status check_place(const char* name, const RowTensor& out, const char* of_name, 
                         (call.n_heads == 1 || out.stride_head == of.stride_head);
   return out.data == nullptr || out.data != of.data || is_alike
              ? Status::ok()
-             : Status(KVM_ERR_INVALID, std::string(name) + " is in the place of " + of_name + "[" +
-                                           std::to_string(state) +
-                                           "], with another dtype or other strides");
+             : Status(KVM_ERR_INVALID, std::string(name) + " is in the place of " +
+                                           state_name(of_name, state) +
+                                           ", with another dtype or other strides");
 }
 
 }  // namespace
+
+std::string state_name(const char* tensor, uint32_t state) {
+  return std::string(tensor) + "[" + std::to_string(state) + "]";
+}
 
 Status merge_states(Driver* driver, const StatesCall& call, Stream stream) {
   KVM_TRY(check_range("n_states", call.o.size(), kMaxStates));
@@ -67,8 +64,7 @@ Status merge_states(Driver* driver, const StatesCall& call, Stream stream) {
   params.n_heads = call.n_heads;
   params.dim = call.dim;
   for (uint32_t i = 0; i < params.n_states; ++i) {
-    const std::string index = std::to_string(i) + "]";
-    const std::string o = std::string("o[") + index, lse = std::string("lse[") + index;
+    const std::string o = state_name("o", i), lse = state_name("lse", i);
     KVM_TRY_ASSIGN(params.o[i],
                    row_tensor(o.c_str(), call.o[i], call.n_rows, call.n_heads, call.dim, 16));
     KVM_TRY_ASSIGN(params.lse[i], lse_tensor(lse.c_str(), call.lse[i], call));

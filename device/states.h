@@ -4,6 +4,7 @@
 #define KVM_DEVICE_STATES_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
@@ -21,6 +22,9 @@ struct StatesCall {
   std::vector<DeviceTensor> lse;  // [state]
   DeviceTensor out_o, out_lse;    // the latter may be absent
 };
+
+// What sentences call a tensor of a state: "o[2]".
+std::string state_name(const char* tensor, uint32_t state);
 
 // Enqueues their merge: one launch with parameters of its own, which may be captured.
 // Fails: INVALID, DEVICE. Threads: any.

@@ -604,11 +604,6 @@ TEST(BridgeTest, TimeoutsEndACopy) {
   EXPECT_EQ(sides.load(params, &got), KVM_OK) << kvm_last_error();
 }
 
-void expect_refused(kvm_status got, kvm_status expected, const std::string& words) {
-  EXPECT_EQ(got, expected) << kvm_status_name(got) << ", not about " << words;
-  EXPECT_NE(std::string(kvm_last_error()).find(words), std::string::npos) << kvm_last_error();
-}
-
 TEST(BridgeTest, RefusesBridges) {
   Sides sides({}, {}, {});
   kvm_cuda_bridge* out = nullptr;

@@ -87,6 +87,11 @@ Geometry latent_geometry(uint32_t n_q_heads) {
   return geometry;
 }
 
+void expect_refused(kvm_status got, kvm_status expected, const std::string& words) {
+  EXPECT_EQ(got, expected) << kvm_status_name(got) << ", not about " << words;
+  EXPECT_NE(std::string(kvm_last_error()).find(words), std::string::npos) << kvm_last_error();
+}
+
 kvm_space_id register_space(kvm_client* client, const Geometry& geometry) {
   kvm_space_params space{};
   space.struct_size = sizeof space;

@@ -58,6 +58,9 @@ struct Shadow {
   std::vector<uint64_t> keys;  // [position]
 };
 
+// Expects a call to have answered with this status, and a sentence that has these words.
+void expect_refused(kvm_status got, kvm_status expected, const std::string& words);
+
 class Rig {
  public:
   Rig(const FakeOptions& options, const Geometry& geometry, uint64_t pool_bytes = 64 << 20,
