@@ -621,7 +621,9 @@ typedef struct kvm_cuda_copy_params {
  * the rows are read behind what is enqueued on `stream`, on a stream of the bridge, and copied by a
  * copy engine, beside whatever the engine enqueues meanwhile. Source may be appended to, truncated
  * and freed meanwhile: the bridge holds a fork of it. (The first append behind the call copies the
- * page that it goes to, if the source ends inside one.)
+ * page that it goes to, if the source ends inside one.) Tokens of which not all layers' appends are
+ * enqueued when the call is made read as anything: where another thread takes steps, say `end`.
+ * Heads with sinks and a window have what an update would leave that appends and queries nothing.
  * All or nothing: after a failure there is no new sequence, and those that were are as before.
  * Fails:   INVALID (begin, end; layers of `onto` that differ in length; a layer that only the
  *          host's space stores), PARTIAL (a policy has dropped a token, for some head), BUSY
