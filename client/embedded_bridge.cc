@@ -264,6 +264,15 @@ DeviceBridge::Rows DeviceBridge::rows_of(const Piece& piece, Dtype dtype) const 
   return rows;
 }
 
+uint64_t DeviceBridge::row_bytes(uint64_t n_tokens, Dtype dtype) const {
+  uint64_t n_bytes = 0;
+  for (const uint32_t layer : layers_) {
+    const Rows rows = rows_of({layer, 0, 1}, dtype);
+    n_bytes += n_tokens * (rows.k_bytes + rows.v_bytes);
+  }
+  return n_bytes;
+}
+
 kvm_tensor DeviceBridge::host_tensor(const Slot& slot, uint64_t at, uint64_t n_bytes,
                                      Dtype dtype) const {
   kvm_tensor tensor{};
@@ -465,6 +474,7 @@ Status DeviceBridge::copy_out(const BridgeCopy& copy, kvm_seq_id to) {
                    " tokens where there should be " + number(before.n_tokens_max + n_tokens) +
                    ": it stores layers that the device's space does not");
   }
+  client_->count_stored(row_bytes(n_tokens, dtype_out_));
   return Status::ok();
 }
 
@@ -520,6 +530,7 @@ Status DeviceBridge::copy_in(const BridgeCopy& copy, kvm_seq_id to, device::Stre
                 StreamStep{driver, &slots_, copy.deadline_ns, append}));
     from += n_tokens;
   }
+  client_->count_loaded(row_bytes(copy.end - copy.begin, dtype_in_));
   return Status::ok();
 }
 

@@ -122,6 +122,8 @@ class DeviceBridge {
   template <class First, class Second>
   Status run(uint64_t n_tokens, First&& first, Second&& second);
   Rows rows_of(const Piece& piece, Dtype dtype) const;
+  // Bytes of the rows of so many tokens, of all layers.
+  uint64_t row_bytes(uint64_t n_tokens, Dtype dtype) const;
   kvm_tensor host_tensor(const Slot& slot, uint64_t at, uint64_t n_bytes, Dtype dtype) const;
   device::DeviceTensor device_tensor(const Slot& slot, uint64_t at, uint64_t n_bytes,
                                      Dtype dtype) const;

@@ -516,6 +516,10 @@ Result<std::string> DeviceClient::stats_text() {
   text.counter("kvm_device_fetched_bytes_total", "Copied from the host to the device.",
                device.fetched_bytes);
   text.counter("kvm_device_copies_total", "Copies that this took.", device.n_copies);
+  text.counter("kvm_device_stored_bytes_total", "Rows that bridges have brought to the host.",
+               device.stored_bytes);
+  text.counter("kvm_device_loaded_bytes_total", "Rows that bridges have brought to the device.",
+               device.loaded_bytes);
   text.counter("kvm_device_launches_total", "Kernels launched or captured.", device.n_launches);
   return text.take();
 }
@@ -541,6 +545,8 @@ Result<kvm_cuda_stats> DeviceClient::cuda_stats() {
   stats.fetched_bytes = figures.fetched_bytes;
   stats.n_copies = figures.n_copies;
   stats.n_launches = service_->n_launches;
+  stats.stored_bytes = service_->stored_bytes;
+  stats.loaded_bytes = service_->loaded_bytes;
   return stats;
 }
 
@@ -595,6 +601,16 @@ Status DeviceClient::update(device::Batch* batch, const kvm_cuda_item* items, ui
     }
     return of.update(resolved, stream);
   });
+}
+
+void DeviceClient::count_stored(uint64_t n_bytes) {
+  const std::lock_guard lock(service_->mutex);
+  service_->stored_bytes += n_bytes;
+}
+
+void DeviceClient::count_loaded(uint64_t n_bytes) {
+  const std::lock_guard lock(service_->mutex);
+  service_->loaded_bytes += n_bytes;
 }
 
 Status DeviceClient::merge(const device::StatesCall& call, device::Stream stream) {

@@ -52,6 +52,8 @@ class DeviceService {
   bool is_closed = false;
   uint64_t batch_bytes = 0;
   uint64_t n_launches = 0;
+  uint64_t stored_bytes = 0;  // of rows that bridges have brought to the host
+  uint64_t loaded_bytes = 0;  // and from there
 };
 
 class DeviceClient final : public Client {
@@ -100,6 +102,8 @@ class DeviceClient final : public Client {
     service_->n_launches += batch->n_launches() - before;
     return status;
   }
+  void count_stored(uint64_t n_bytes);
+  void count_loaded(uint64_t n_bytes);
   Status merge(const device::StatesCall& call, device::Stream stream);
   Status spill(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream);
   Status fetch(kvm_seq_id seq, uint64_t begin, uint64_t end, device::Stream stream);

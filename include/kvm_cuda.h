@@ -672,7 +672,9 @@ typedef struct kvm_cuda_stats {
   uint64_t fetched_bytes;
   uint64_t n_copies;         /* that these took, as far as they are enqueued */
   uint64_t n_launches;
-  uint64_t reserved[4];
+  uint64_t stored_bytes;     /* rows that kvm_cuda_store has brought to the host, as they crossed */
+  uint64_t loaded_bytes;     /* and kvm_cuda_load to the device; what failed does not count */
+  uint64_t reserved[2];
 } kvm_cuda_stats;
 
 /* Fails: UNSUPPORTED (not a client of kvm_cuda_open). Threads: any. */

@@ -305,6 +305,11 @@ TEST(BridgeTest, WhatComesBackIsWhatWentOut) {
   ASSERT_EQ(sides.store(Sides::copy(source), &there), KVM_OK) << kvm_last_error();
   ASSERT_EQ(kvm_seq_free(sides.rig.client(), source), KVM_OK);
   ASSERT_EQ(sides.load(Sides::copy(there), &back), KVM_OK) << kvm_last_error();
+  kvm_cuda_stats stats{};
+  stats.struct_size = sizeof stats;
+  ASSERT_EQ(kvm_cuda_get_stats(sides.rig.client(), &stats), KVM_OK);
+  EXPECT_EQ(stats.stored_bytes, 300u * 2 * 2 * 2 * 64 * 2);  // layers, K and V, heads, bf16
+  EXPECT_EQ(stats.loaded_bytes, stats.stored_bytes);
   sides.rig.append(sides.batch, 0, back, 2, &shadow, 3, 1);
   const std::vector<uint16_t> q = sides.rig.queries(1, 1);
   for (uint32_t layer = 0; layer < 2; ++layer) {
