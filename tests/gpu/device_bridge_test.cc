@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/splitmix.h"
+#include "tests/common/temporary_directory.h"
 #include "tests/gpu/device_rig.h"
 
 namespace kvm::device::testing {
@@ -20,6 +21,7 @@ namespace {
 
 using kvm::testing::Daemon;
 using kvm::testing::kPatienceNs;
+using kvm::testing::TemporaryDirectory;
 
 // The least that a bridge takes is two slots of 64 tokens of a layer; 256 KiB has several.
 constexpr uint64_t kStaging = 256 << 10;
@@ -39,9 +41,10 @@ class Sides {
  public:
   Sides(const FakeOptions& options, const Geometry& device, const Geometry& host,
         uint64_t staging_bytes = kStaging, uint64_t pool_bytes = 64 << 20,
-        uint64_t host_capacity = 16 << 20)
+        uint64_t host_capacity = 16 << 20, const Daemon* store = nullptr)
       : rig(options, device, pool_bytes), host_geometry(host) {
-    client = rig.open_host(host_capacity);
+    client = store != nullptr ? kvm::testing::connect_to_daemon(*store, "bridge")
+                              : rig.open_host(host_capacity);
     space = register_space(client, host);
     EXPECT_EQ(kvm_queue_create(client, nullptr, &queue), KVM_OK) << kvm_last_error();
     batch = rig.batch(rig.batch_params(1, kMaxTokens, 1, kMaxTokens));
@@ -424,6 +427,45 @@ TEST(BridgeTest, HeadsWithAWindowGetAllAndDropWhatIsNotSeen) {
   EXPECT_EQ(sides.n_sequences_here(), 1u);
   ASSERT_EQ(sides.store(Sides::copy(here, 448, 502), &there), KVM_OK) << kvm_last_error();
   EXPECT_EQ(sides.host_rows(there, 52), sides.host_rows(source, 52, 448));
+}
+
+// Of a store that keeps on a disk what its memory does not hold.
+TEST(BridgeTest, WhatIsStoredGoesToTheDiskAndComesBack) {
+  const TemporaryDirectory folder;
+  Daemon store({"--host-capacity", "16MiB", "--disk-directories", folder.path(), "--disk-capacity",
+                "256MiB"},
+               "kvmd_on_fake");
+  ASSERT_FALSE(HasFatalFailure());
+  Geometry wide;
+  wide.n_layers = 4;
+  wide.dim = 128;
+  {
+    Sides sides({}, wide, wide, kStaging, 64 << 20, 0, &store);
+    constexpr uint32_t kTokens = 700, kSequences = 9;  // 2.8 MiB each
+    const kvm_seq_id sources[] = {sides.rig.create(), sides.rig.create()};
+    sides.append_here(sources[0], sides.numbers(1, kTokens));
+    sides.append_here(sources[1], sides.numbers(2, kTokens));
+    std::vector<kvm_seq_id> stored(kSequences);
+    for (uint32_t i = 0; i < kSequences; ++i) {
+      ASSERT_EQ(sides.store(Sides::copy(sources[i % 2]), &stored[i]), KVM_OK) << kvm_last_error();
+    }
+    kvm_seq_info info{};
+    info.struct_size = sizeof info;
+    uint64_t n_away = 0;
+    for (const kvm_seq_id seq : stored) {
+      ASSERT_EQ(kvm_seq_get_info(sides.client, seq, &info), KVM_OK) << kvm_last_error();
+      n_away += info.bytes_away;
+    }
+    EXPECT_GT(n_away, uint64_t{6} << 20);
+    for (uint32_t i = 0; i < kSequences; i += 5) {
+      kvm_seq_id here = 0;
+      ASSERT_EQ(sides.load(Sides::copy(stored[i]), &here), KVM_OK) << kvm_last_error();
+      EXPECT_EQ(sides.device_rows(here, kTokens), sides.device_rows(sources[i % 2], kTokens)) << i;
+      ASSERT_EQ(kvm_seq_free(sides.rig.client(), here), KVM_OK);
+    }
+  }
+  std::string log;
+  EXPECT_EQ(store.stop(&log), 0) << log;
 }
 
 // --- Beside an engine that goes on --------------------------------------------------------------
