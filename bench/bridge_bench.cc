@@ -3,8 +3,8 @@
 //
 // The device is a driver that forgets what it is told, so that rows are there as soon as they are
 // asked for: what is left is the bridge, the arena, and the daemon's appends and reads of 32 layers
-// of an 8B model. Bytes are those of the rows as they cross. Judged by memcpy of as many bytes, on
-// as many threads as the daemon has, out of memory as large as the arena, and into it, between runs.
+// of an 8B model. Bytes are those of the rows as they cross. Judged, between runs, by memcpy of as
+// many bytes on as many threads as the daemon has, out of memory as large as the arena or into it.
 #include <fmt/format.h>
 
 #include <cstring>

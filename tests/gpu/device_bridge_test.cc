@@ -432,7 +432,7 @@ TEST(BridgeTest, HeadsWithAWindowGetAllAndDropWhatIsNotSeen) {
 // Of a store that keeps on a disk what its memory does not hold.
 TEST(BridgeTest, WhatIsStoredGoesToTheDiskAndComesBack) {
   const TemporaryDirectory folder;
-  Daemon store({"--host-capacity", "16MiB", "--disk-directories", folder.path(), "--disk-capacity",
+  Daemon store({"--host-capacity", "24MiB", "--disk-directories", folder.path(), "--disk-capacity",
                 "256MiB"},
                "kvmd_on_fake");
   ASSERT_FALSE(HasFatalFailure());
@@ -441,7 +441,7 @@ TEST(BridgeTest, WhatIsStoredGoesToTheDiskAndComesBack) {
   wide.dim = 128;
   {
     Sides sides({}, wide, wide, kStaging, 64 << 20, 0, &store);
-    constexpr uint32_t kTokens = 700, kSequences = 9;  // 2.8 MiB each
+    constexpr uint32_t kTokens = 700, kSequences = 11;  // 2.8 MiB each
     const kvm_seq_id sources[] = {sides.rig.create(), sides.rig.create()};
     sides.append_here(sources[0], sides.numbers(1, kTokens));
     sides.append_here(sources[1], sides.numbers(2, kTokens));
