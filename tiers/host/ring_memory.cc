@@ -32,6 +32,12 @@ Status RingMemory::grow_to(uint64_t size_bytes) {
                                        "to pass through; at most {} are allowed",
                                        size_bytes, kMaxBytes)};
   }
+  if (size_bytes >= budget_->capacity_bytes()) {
+    return {KVM_ERR_NO_SPACE,
+            fmt::format("pages that come from the disk need {} bytes of memory to pass through, "
+                        "which leaves nothing of the capacity of {} for others",
+                        size_bytes, budget_->capacity_bytes())};
+  }
   const uint64_t more = size_bytes - size_bytes_;
   reserve_growing(free_, free_.size() + 1);
   if (!budget_->charge(more)) {

@@ -72,6 +72,7 @@ TEST(RingMemory, IsChargedOnceAndRefusedCleanly) {
   {
     RingMemory rings(&budget, &memory);
     EXPECT_EQ(rings.grow_to(12 * kMiB).code(), KVM_ERR_NO_SPACE);
+    EXPECT_EQ(rings.grow_to(budget.capacity_bytes()).code(), KVM_ERR_NO_SPACE);  // nothing is left
     EXPECT_EQ(rings.grow_to(RingMemory::kMaxBytes + 1).code(), KVM_ERR_LIMIT);
     for (const uint64_t nth : {1u, 2u}) {
       memory.refuse(nth);
