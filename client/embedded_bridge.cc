@@ -385,12 +385,12 @@ void DeviceBridge::end_copy() {
   (void)client_->driver()->synchronize_stream(stream_);
 }
 
-Result<kvm_seq_id> DeviceBridge::make_here(kvm_seq_id onto) {
+Result<kvm_seq_id> DeviceBridge::make_here(kvm_seq_id onto, uint64_t n_before) {
   SeqRequest request;
   request.verb = onto == 0 ? SeqVerb::kCreate : SeqVerb::kFork;
   request.space = options_.space;
   request.seq = onto;
-  request.n_tokens = onto == 0 ? 0 : KVM_POSITION_END;
+  request.n_tokens = onto == 0 ? 0 : n_before;
   return client_->seq(request);
 }
 
@@ -401,15 +401,15 @@ void DeviceBridge::free_here(kvm_seq_id seq) {
   (void)client_->seq(request);  // if it fails, everything of the client is gone
 }
 
-Result<kvm_seq_id> DeviceBridge::make_there(kvm_seq_id onto, uint64_t n_tokens) {
+Result<kvm_seq_id> DeviceBridge::make_there(kvm_seq_id onto, uint64_t n_before, uint64_t n_new) {
   kvm_seq_id seq = 0;
   if (onto != 0) {
-    KVM_TRY(answer(kvm_seq_fork(&host_, onto, KVM_POSITION_END, &seq)));
+    KVM_TRY(answer(kvm_seq_fork(&host_, onto, n_before, &seq)));
     return seq;
   }
   kvm_seq_params params{};
   params.struct_size = sizeof params;
-  params.reserve = n_tokens;
+  params.reserve = n_new;
   KVM_TRY(answer(kvm_seq_create(&host_, options_.host_space, &params, &seq)));
   return seq;
 }
@@ -419,9 +419,9 @@ Result<kvm_seq_id> DeviceBridge::store(const BridgeCopy& copy, device::Stream st
   KVM_TRY_ASSIGN(const kvm_seq_info source, client_->seq_info(copy.source));
   KVM_TRY_ASSIGN(of.end, end_of(copy, source.n_tokens_max));
   // Whatever becomes of the source, its pages stay as they are.
-  KVM_TRY_ASSIGN(of.source, make_here(copy.source));
+  KVM_TRY_ASSIGN(of.source, make_here(copy.source, KVM_POSITION_END));
   const Undo forgetting([&] { free_here(of.source); });
-  KVM_TRY_ASSIGN(const kvm_seq_id to, make_there(copy.onto, of.end - of.begin));
+  KVM_TRY_ASSIGN(const kvm_seq_id to, make_there(copy.onto, of.begin, of.end - of.begin));
   Undo freeing([&] { (void)kvm_seq_free(&host_, to); });
   const Undo ending([this] { end_copy(); });  // before the others
   KVM_TRY(update(of.source, 0, stream));
@@ -432,9 +432,10 @@ Result<kvm_seq_id> DeviceBridge::store(const BridgeCopy& copy, device::Stream st
 
 Status DeviceBridge::copy_out(const BridgeCopy& copy, kvm_seq_id to) {
   KVM_TRY_ASSIGN(const kvm_seq_info before, host_seq_info(&host_, to));
-  if (before.n_tokens_min != before.n_tokens_max) {
-    return invalid("layers of onto have " + number(before.n_tokens_min) + " to " +
-                   number(before.n_tokens_max) + " tokens; all must have as many");
+  const uint64_t n_before = copy.onto == 0 ? 0 : copy.begin;
+  if (before.n_tokens_min != n_before) {
+    return invalid("a layer of onto has " + number(before.n_tokens_min) + " tokens; begin is " +
+                   number(n_before));
   }
   device::Driver* const driver = client_->driver();
   const auto read = [&](const Piece& piece, uint32_t at) -> Status {
@@ -452,7 +453,7 @@ Status DeviceBridge::copy_out(const BridgeCopy& copy, kvm_seq_id to) {
     const Rows rows = rows_of(piece, dtype_out_);
     kvm_item item{};
     item.seq = to;
-    item.append_position = before.n_tokens_max + piece.first;
+    item.append_position = n_before + piece.first;
     item.n_append = piece.n_tokens;
     kvm_step_params params{};
     params.struct_size = sizeof params;
@@ -469,9 +470,9 @@ Status DeviceBridge::copy_out(const BridgeCopy& copy, kvm_seq_id to) {
   KVM_TRY(run(n_tokens, StreamStep{driver, &slots_, copy.deadline_ns, read},
               HostStep{&requests_, copy.deadline_ns, append}));
   KVM_TRY_ASSIGN(const kvm_seq_info after, host_seq_info(&host_, to));
-  if (after.n_tokens_min != before.n_tokens_max + n_tokens) {
+  if (after.n_tokens_min != n_before + n_tokens) {
     return invalid("layers of the host's space have " + number(after.n_tokens_min) +
-                   " tokens where there should be " + number(before.n_tokens_max + n_tokens) +
+                   " tokens where there should be " + number(n_before + n_tokens) +
                    ": it stores layers that the device's space does not");
   }
   client_->count_stored(row_bytes(n_tokens, dtype_out_));
@@ -489,7 +490,7 @@ Result<kvm_seq_id> DeviceBridge::load(const BridgeCopy& copy, device::Stream str
     return invalid("the source is of space " + number(source.space) + "; the bridge is of " +
                    number(options_.host_space));
   }
-  KVM_TRY_ASSIGN(const kvm_seq_id to, make_here(copy.onto));
+  KVM_TRY_ASSIGN(const kvm_seq_id to, make_here(copy.onto, of.begin));
   Undo freeing([&] { free_here(to); });
   const Undo ending([this] { end_copy(); });  // before the others
   KVM_TRY(copy_in(of, to, stream));

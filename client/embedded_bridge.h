@@ -43,7 +43,8 @@ struct BridgeOptions {
   uint64_t staging_bytes = 0;
 };
 
-// Tokens [begin, end) of `source` are to come behind those of `onto`, if that is not 0.
+// Tokens [begin, end) of `source` are to come behind the first `begin` ones of `onto`, if that is
+// not 0.
 struct BridgeCopy {
   kvm_seq_id source = 0;
   kvm_seq_id onto = 0;
@@ -128,9 +129,9 @@ class DeviceBridge {
   device::DeviceTensor device_tensor(const Slot& slot, uint64_t at, uint64_t n_bytes,
                                      Dtype dtype) const;
   Status update(kvm_seq_id seq, uint64_t n_append, device::Stream stream);
-  // Sequences to copy to: forks of `onto`, or empty ones.
-  Result<kvm_seq_id> make_here(kvm_seq_id onto);
-  Result<kvm_seq_id> make_there(kvm_seq_id onto, uint64_t n_tokens);
+  // Sequences to copy to: forks of `onto` with n_before tokens or, if that is 0, empty ones.
+  Result<kvm_seq_id> make_here(kvm_seq_id onto, uint64_t n_before);
+  Result<kvm_seq_id> make_there(kvm_seq_id onto, uint64_t n_before, uint64_t n_new);
   void free_here(kvm_seq_id seq);
   Status copy_out(const BridgeCopy& copy, kvm_seq_id to);
   Status copy_in(const BridgeCopy& copy, kvm_seq_id to, device::Stream stream);

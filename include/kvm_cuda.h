@@ -156,9 +156,12 @@ typedef struct kvm_cuda_batch_params {
                             * (UNSUPPORTED) */
   uint32_t max_query_rows; /* rows of q, o and lse, to 2^20; 0: max_items * max_query. What the
                             * plan takes of memory goes by it */
-  uint64_t max_tokens;     /* of the longest sequence; required; at most 2^31 - 1 */
+  uint64_t max_tokens;     /* of the longest sequence, with max_unsure as long as it may be;
+                            * required; at most 2^31 - 1 */
   /* Log-weights (kvm_cuda_attend_params.log_weights): that of item i, kv head h and position p is
-   * element i * stride_item + h * stride_head + p. Both 0: there are none. */
+   * element i * stride_item + h * stride_head + p, and the buffer has max_tokens of them for each
+   * item and head. -infinity hides a token from the head; NaN and +infinity make the answers of
+   * rows that see it NaN. Both strides 0: there are none. */
   uint64_t log_weight_stride_item;
   uint64_t log_weight_stride_head; /* below 2^32 */
   /* Tokens, to 65536, by which sequences may be shorter than the host has been told when a step
@@ -213,8 +216,8 @@ typedef struct kvm_cuda_item {
  * sequence is still being fetched (kvm_cuda_get_seq_info says whether it is), and after a failure.
  * One that changes more than some 16384 entries of page tables (there is one for each page; a
  * sequence that is new to its place has them all written) counts as several.
- * A fork that is made before the appends of a step have been enqueued has what they append only
- * where it ends in front of it.
+ * Fork behind the appends of a step, or in front of the tokens that it appends: a fork that is made
+ * between and has these may find anything in their rows.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
  *          query tokens than the sequence has, or may have where the batch has max_unsure; bits
  *          of a tree beyond n_query), NO_SPACE (of the
@@ -562,15 +565,21 @@ KVM_API kvm_status kvm_cuda_get_seq_info(kvm_client *client, kvm_seq_id seq,
  *
  *    kvm_cuda_bridge_create(client, &params, &bridge);             once, for a space on each side
  *
- *    kvm_cuda_store(bridge, &chat, stream, &host_seq);             a turn has ended: to host memory
- *    kvm_prefix_publish(host, host_seq, hashes, n_hashes, keep_ns);
- *    kvm_seq_free(client, seq);                                    the device's pages are free
+ *    kvm_cuda_store(bridge, &turn, stream, &stored);               a turn has ended: to host memory
+ *    kvm_seq_fork(host, stored, KVM_POSITION_END, &prompt);
+ *    kvm_prefix_publish(host, prompt, hashes, n_hashes, keep_ns);  (EXISTS: free prompt again)
+ *    ...
+ *    turn.onto = stored, turn.begin = n_stored;                    the next turn: only what is new
+ *    kvm_cuda_store(bridge, &turn, stream, &longer);
+ *    kvm_seq_free(host, stored);                                   longer shares what it had
  *    ...
  *    kvm_prefix_find(host, &find, &found);                         this engine later, or another
- *    kvm_cuda_load(bridge, &prefix, stream, &seq);                 onto the device
+ *    prefix.source = found.seq, prefix.end = found.n_tokens;       (0: nothing was found)
+ *    kvm_cuda_load(bridge, &prefix, stream, &seq);                 onto the device; NOT_FOUND and
+ *                                                                  STALE: it has gone meanwhile
  *
  * Tokens are copied row by row, so the two spaces may differ in codecs, policies, indexes and
- * windows: they agree in layers, kv heads, head dims and fingerprint. Rows travel in the narrower
+ * windows: they agree in layers, kv heads, head dims, KVM_SPACE_V_IN_K and fingerprint. Rows travel in the narrower
  * dtype of the two where both sides store numbers (BF16 to BF16 keeps every bit), in that of the
  * side that does where one has codes, in F32 where both have: codes are made anew then, as
  * kvm_append makes them of what kvm_cuda_read gives, and may differ by one.
@@ -605,27 +614,29 @@ typedef struct kvm_cuda_copy_params {
   uint32_t struct_size;
   uint32_t flags;      /* reserved, zero */
   kvm_seq_id source;   /* that has the tokens */
-  kvm_seq_id onto;     /* of the other side, whose tokens come before them; 0: none */
-  uint64_t begin;      /* tokens [begin, end) of the source */
+  kvm_seq_id onto;     /* of the other side: its first `begin` tokens come before; 0: none do */
+  uint64_t begin;      /* tokens [begin, end) of the source; begin is below end */
   uint64_t end;        /* KVM_POSITION_END: all from begin on */
   uint64_t timeout_ns; /* 0: none */
   uint64_t reserved[4];
 } kvm_cuda_copy_params;
 
-/* Makes a sequence in host memory of the tokens of `onto`, a sequence of the host's client or one
- * that is published to it, which it shares (kvm_seq_fork), and behind them tokens of `source`, a
- * sequence on the device. Of a prompt that is stored already, onto and begin say so, and only what
- * is new crosses.
+/* Makes a sequence in host memory. Its first `begin` tokens are those of `onto`, a sequence of the
+ * host's client or one that is published to it; they are shared (kvm_seq_fork) and do not cross.
+ * Behind them come tokens [begin, end) of `source`, a sequence on the device. So the new sequence
+ * has `end` tokens where there is an `onto`, and end - begin where there is none.
  *
  * Waits until all is there: engines call it on a thread of their own. On the device nothing waits:
  * the rows are read behind what is enqueued on `stream`, on a stream of the bridge, and copied by a
  * copy engine, beside whatever the engine enqueues meanwhile. Source may be appended to, truncated
  * and freed meanwhile: the bridge holds a fork of it. (The first append behind the call copies the
  * page that it goes to, if the source ends inside one.) Tokens of which not all layers' appends are
- * enqueued when the call is made read as anything: where another thread takes steps, say `end`.
+ * enqueued when the call is made read as anything: where another thread takes steps, say `end`, and
+ * where lengths are known on the device alone (kvm_cuda_set_lengths), those that are sure. stream:
+ * one of the client's timeline. Not while a stream of the device is being captured.
  * Heads with sinks and a window have what an update would leave that appends and queries nothing.
  * All or nothing: after a failure there is no new sequence, and those that were are as before.
- * Fails:   INVALID (begin, end; layers of `onto` that differ in length; a layer that only the
+ * Fails:   INVALID (begin, end; a layer of `onto` that is shorter than begin; a layer that only the
  *          host's space stores), PARTIAL (a policy has dropped a token, for some head), BUSY
  *          (source is on the host: kvm_cuda_fetch), LIMIT (max_tokens), TIMEOUT, DISCONNECTED (of
  *          either client), NOT_FOUND, STALE, LOST, UNSUPPORTED (the stream is being captured),
@@ -634,9 +645,9 @@ typedef struct kvm_cuda_copy_params {
 KVM_API kvm_status kvm_cuda_store(kvm_cuda_bridge *bridge, const kvm_cuda_copy_params *params,
                                   kvm_cuda_stream stream, kvm_seq_id *out);
 
-/* The way back: makes a sequence on the device of the tokens of `onto`, a sequence there, and
- * behind them tokens of `source`, one in host memory, its client's or published to it. What of
- * source lies on a disk is read from there.
+/* The way back: makes a sequence on the device of the first `begin` tokens of `onto`, a sequence
+ * there, and behind them tokens [begin, end) of `source`, one in host memory, its client's or
+ * published to it. What of source lies on a disk is read from there.
  *
  * Waits until all is there, as kvm_cuda_store, and likewise reads a fork of source: of a prefix, a
  * load is a use (kvm_prefix_publish's keep_ns). Pages are reserved by the call, as by an update of

@@ -9,9 +9,9 @@
  *   codes   int4: every token that has left the window, at its own position. A log-weight of
  *           -infinity hides the heavy ones of a head, which the other sequence has.
  *
- * With each update a token leaves the window of `exact`. It is read back behind the update, where
- * `slack` has kept it, and appended to `codes` in front of the attend. Both attend, and
- * kvm_cuda_merge makes one answer of the two.
+ * With each update a token leaves the window of `exact`. It is read in front of the update, of all
+ * layers, and appended to `codes` behind it. Both attend, and kvm_cuda_merge makes one answer of the
+ * two. What follows the updates has fixed addresses, and may be a CUDA graph.
  *
  * Which tokens are heavy is the engine's to say. Here it is those of the prompt with the largest
  * attention mass over its last queries, as SnapKV and MiKV take it.
@@ -202,10 +202,10 @@ typedef struct Gpu {
   kvm_client* client;
   cudaStream_t stream;
   Part exact, codes;
-  void *k, *v, *q;             /* rows of a step */
-  void *left_k, *left_v;       /* of the token that has left the window */
-  void* o;                     /* the answer */
-  float* log_weights[kLayers]; /* [kv head][token] of `codes` */
+  void *k, *v, *q;                         /* rows of a step */
+  void *left_k[kLayers], *left_v[kLayers]; /* of the token that leaves the window */
+  void* o;                                 /* the answer */
+  float* log_weights[kLayers];             /* [kv head][token] of `codes` */
 } Gpu;
 
 static Part make_part(kvm_client* client, const char* name, uint32_t codec,
@@ -244,7 +244,6 @@ static Gpu open_gpu(kvm_client* client) {
   policy.retention = KVM_RETAIN_SINKS_RECENT;
   policy.n_sinks = kHeavy;
   policy.n_recent = kRecent;
-  policy.slack = 1; /* the tokens that an update appends: what leaves can be read behind it */
   kvm_cuda_batch_params sizes;
   memset(&sizes, 0, sizeof(sizes));
   gpu.exact = make_part(client, "cuda_mikv.exact", KVM_CODEC_BF16, &policy, sizes);
@@ -255,8 +254,6 @@ static Gpu open_gpu(kvm_client* client) {
   gpu.k = device_memory(sizeof(k[0]));
   gpu.v = device_memory(sizeof(v[0]));
   gpu.q = device_memory(kQRow * 2);
-  gpu.left_k = device_memory(kRow * 2);
-  gpu.left_v = device_memory(kRow * 2);
   gpu.o = device_memory(kQRow * 4);
   for (int layer = 0; layer < kLayers; ++layer) {
     static float weights[kKvHeads][kTokens];
@@ -265,6 +262,8 @@ static Gpu open_gpu(kvm_client* client) {
         weights[h][t] = is_heavy[layer][h][t] ? -INFINITY : 0;
       }
     }
+    gpu.left_k[layer] = device_memory(kRow * 2);
+    gpu.left_v[layer] = device_memory(kRow * 2);
     gpu.log_weights[layer] = device_memory(sizeof(weights));
     cuda(cudaMemcpyAsync(gpu.log_weights[layer], weights, sizeof(weights), cudaMemcpyHostToDevice,
                          gpu.stream),
@@ -275,12 +274,14 @@ static Gpu open_gpu(kvm_client* client) {
 }
 
 static void close_gpu(Gpu* gpu) {
-  void* const all[] = {gpu->k, gpu->v,       gpu->q,         gpu->left_k,  gpu->left_v,
-                       gpu->o, gpu->exact.o, gpu->exact.lse, gpu->codes.o, gpu->codes.lse};
-  for (int i = 0; i < 10; ++i) {
+  void* const all[] = {gpu->k,       gpu->v,         gpu->q,       gpu->o,
+                       gpu->exact.o, gpu->exact.lse, gpu->codes.o, gpu->codes.lse};
+  for (int i = 0; i < 8; ++i) {
     cuda(cudaFree(all[i]), "cudaFree");
   }
   for (int layer = 0; layer < kLayers; ++layer) {
+    cuda(cudaFree(gpu->left_k[layer]), "cudaFree");
+    cuda(cudaFree(gpu->left_v[layer]), "cudaFree");
     cuda(cudaFree(gpu->log_weights[layer]), "cudaFree");
   }
   kvm_cuda_batch_destroy(gpu->exact.batch);
@@ -382,6 +383,10 @@ static void read_rows(const Gpu* gpu, const Part* part, uint32_t layer, uint64_t
 /* A token: in bf16, while another one becomes codes. */
 static void step(const Gpu* gpu, int s, float o[kLayers][kQHeads][kDim]) {
   const int token = kPrompt + s;
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    read_rows(gpu, &gpu->exact, layer, (uint64_t)(kHeavy + s), 1, gpu->left_k[layer],
+              gpu->left_v[layer], KVM_DTYPE_BF16);
+  }
   update(gpu, &gpu->exact, 1, 1);
   update(gpu, &gpu->codes, 1, 1);
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -389,9 +394,7 @@ static void step(const Gpu* gpu, int s, float o[kLayers][kQHeads][kDim]) {
     cuda(cudaMemcpyAsync(gpu->q, q[layer][token], kQRow * 2, cudaMemcpyHostToDevice, gpu->stream),
          "q");
     append(gpu, &gpu->exact, layer, gpu->k, gpu->v, 1);
-    read_rows(gpu, &gpu->exact, layer, (uint64_t)(kHeavy + s), 1, gpu->left_k, gpu->left_v,
-              KVM_DTYPE_BF16);
-    append(gpu, &gpu->codes, layer, gpu->left_k, gpu->left_v, 1);
+    append(gpu, &gpu->codes, layer, gpu->left_k[layer], gpu->left_v[layer], 1);
     attend(gpu, &gpu->exact, layer, NULL);
     attend(gpu, &gpu->codes, layer, gpu->log_weights[layer]);
     merge(gpu);

@@ -150,16 +150,15 @@ static void update(const Engine* engine, kvm_seq_id seq, uint32_t n_append, uint
   require(kvm_cuda_update(engine->batch, &item, 1, engine->stream), "update");
 }
 
-/* A prompt whose keys and values a model has computed: k and v of [layer][token][head][channel]. */
-static kvm_seq_id compute_prompt(const Engine* engine, kvm_space_id space, const uint16_t* k,
-                                 const uint16_t* v) {
-  const size_t bytes = (size_t)kPrompt * kKvRow * 2;
-  kvm_seq_id seq = 0;
-  require(kvm_seq_create(engine->client, space, NULL, &seq), "sequence");
-  update(engine, seq, kPrompt, 0);
+/* The prompt from token `first` on, whose keys and values a model has computed: k and v of
+ * [layer][token][head][channel]. */
+static void compute_prompt(const Engine* engine, kvm_seq_id seq, size_t first, const uint16_t* k,
+                           const uint16_t* v) {
+  const size_t bytes = (kPrompt - first) * kKvRow * 2;
+  update(engine, seq, (uint32_t)(kPrompt - first), 0);
   void* const here = device_memory(2 * bytes);
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
-    const size_t at = (size_t)layer * kPrompt * kKvRow;
+    const size_t at = ((size_t)layer * kPrompt + first) * kKvRow;
     cuda(cudaMemcpyAsync(here, k + at, bytes, cudaMemcpyHostToDevice, engine->stream), "k");
     cuda(
         cudaMemcpyAsync((char*)here + bytes, v + at, bytes, cudaMemcpyHostToDevice, engine->stream),
@@ -170,7 +169,6 @@ static kvm_seq_id compute_prompt(const Engine* engine, kvm_space_id space, const
   }
   cuda(cudaStreamSynchronize(engine->stream), "prompt");
   cuda(cudaFree(here), "cudaFree");
-  return seq;
 }
 
 /* What the last token of a sequence sees of the last layer, on the GPU. */
@@ -245,7 +243,8 @@ int main(int argc, char** argv) {
   kvm_cuda_copy_params copy;
   memset(&copy, 0, sizeof(copy));
   copy.struct_size = sizeof(copy);
-  copy.source = compute_prompt(&engine, space, k, v);
+  require(kvm_seq_create(engine.client, space, NULL, &copy.source), "sequence");
+  compute_prompt(&engine, copy.source, 0, k, v);
   copy.end = KVM_POSITION_END;
   ask_gpu(&engine, copy.source, q, first);
   kvm_seq_id stored = 0;
@@ -257,14 +256,14 @@ int main(int argc, char** argv) {
     host = open_host(socket_path);
   }
 
-  /* Another one has the same prompt. */
+  /* Another one has the same prompt. Its last token has to be computed, for the logits. */
   engine = open_engine(&host);
   kvm_prefix_find_params find;
   memset(&find, 0, sizeof(find));
   find.struct_size = sizeof(find);
   find.space = host.space;
   find.hashes = hashes;
-  find.n_hashes = kPages;
+  find.n_hashes = (kPrompt - 1) / KVM_PREFIX_TOKENS;
   kvm_prefix found;
   memset(&found, 0, sizeof(found));
   found.struct_size = sizeof(found);
@@ -277,6 +276,7 @@ int main(int argc, char** argv) {
   copy.end = found.n_tokens;
   kvm_seq_id loaded = 0;
   require(kvm_cuda_load(engine.bridge, &copy, engine.stream, &loaded), "load");
+  compute_prompt(&engine, loaded, (size_t)found.n_tokens, k, v);
   ask_gpu(&engine, loaded, q, second);
   close_engine(&engine);
 

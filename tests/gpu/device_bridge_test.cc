@@ -336,7 +336,7 @@ TEST(BridgeTest, RangesComeBehindWhatIsThereAlready) {
   const kvm_seq_id source = sides.rig.create();
   sides.append_here(source, sides.numbers(1, 400));
   const kvm_seq_id prefix = sides.create_there();
-  sides.append_there(prefix, sides.numbers(2, 100));
+  sides.append_there(prefix, sides.numbers(2, 130));  // of which the first 100 count
   kvm_seq_id there = 0;
   ASSERT_EQ(sides.store(Sides::copy(source, 100, 391, prefix), &there), KVM_OK) << kvm_last_error();
   EXPECT_EQ(sides.host_rows(there, 100), sides.host_rows(prefix, 100));
@@ -344,22 +344,22 @@ TEST(BridgeTest, RangesComeBehindWhatIsThereAlready) {
   kvm_seq_info info{};
   info.struct_size = sizeof info;
   ASSERT_EQ(kvm_seq_get_info(sides.client, prefix, &info), KVM_OK);
-  EXPECT_EQ(info.n_tokens_max, 100u);
+  EXPECT_EQ(info.n_tokens_max, 130u);
   ASSERT_EQ(kvm_seq_get_info(sides.client, there, &info), KVM_OK);
   EXPECT_EQ(info.n_tokens_max, 391u);
 
-  // Back behind half a page of another sequence, which keeps it.
+  // Back behind half a page of another sequence, which keeps what it has.
   const kvm_seq_id onto = sides.rig.create();
-  sides.append_here(onto, sides.numbers(3, 96));
+  sides.append_here(onto, sides.numbers(3, 110));
   const Sides::Rows before = sides.device_rows(onto, 96);
   kvm_seq_id here = 0;
-  ASSERT_EQ(sides.load(Sides::copy(there, 1, KVM_POSITION_END, onto), &here), KVM_OK)
+  ASSERT_EQ(sides.load(Sides::copy(there, 96, KVM_POSITION_END, onto), &here), KVM_OK)
       << kvm_last_error();
   EXPECT_EQ(sides.device_rows(here, 96), before);
-  EXPECT_EQ(sides.device_rows(here, 390, 96), sides.host_rows(there, 390, 1));
+  EXPECT_EQ(sides.device_rows(here, 295, 96), sides.host_rows(there, 295, 96));
   EXPECT_EQ(sides.device_rows(onto, 96), before);
   sides.append_here(onto, sides.numbers(4, 1));
-  EXPECT_EQ(sides.device_rows(here, 390, 96), sides.host_rows(there, 390, 1));
+  EXPECT_EQ(sides.device_rows(here, 295, 96), sides.host_rows(there, 295, 96));
 }
 
 // The longest batch that a load has, and a bit more: two updates.
@@ -728,6 +728,8 @@ TEST(BridgeTest, RefusesCopies) {
   EXPECT_EQ(sides.store(Sides::copy(1234567), &out), KVM_ERR_NOT_FOUND);
   EXPECT_NE(sides.store(Sides::copy(source, 0, 5, source), &out), KVM_OK);
   EXPECT_EQ(sides.load(Sides::copy(there, 0, 5, 1234567), &out), KVM_ERR_NOT_FOUND);
+  EXPECT_EQ(sides.store(Sides::copy(source, 50, 60, sides.create_there()), &out), KVM_ERR_INVALID);
+  EXPECT_EQ(sides.load(Sides::copy(there, 50, 60, sides.rig.create()), &out), KVM_ERR_INVALID);
   kvm_cuda_copy_params params = Sides::copy(source);
   params.flags = 1;
   EXPECT_EQ(sides.store(params, &out), KVM_ERR_INVALID);

@@ -116,7 +116,7 @@ TEST(DeviceTableTest, ThePageSaysWhatRuns) {
     std::string says = codec_answer(rig.client(), codec);
     const std::string name = std::string(" ") + codec.name + " ";
     if (const size_t at = says.find(name); at != std::string::npos) {
-      says.replace(at, name.size(), " - ");
+      says.replace(at, name.size(), " this codec ");
     }
     const auto same = std::ranges::find(codecs, says, &std::pair<std::string, std::string>::second);
     if (same == codecs.end()) {
