@@ -37,7 +37,7 @@ enum {
   kHeavy = 64,
   kRecent = 64,
   kPrompt = 768,
-  kSteps = 20,
+  kSteps = 66, /* the window leaves a page behind */
   kTokens = kPrompt + kSteps,
   kJudges = 16 /* the prompt's last queries, which say what is heavy */
 };
@@ -431,6 +431,26 @@ static double error_of(const double a[kDim], const double b[kDim]) {
   return isnan(wrong) ? INFINITY : sqrt(wrong / length);
 }
 
+/* The largest error of a row that the codes stand for: of another token it would be above 1. */
+static double error_of_codes(void) {
+  double worst = 0;
+  for (int layer = 0; layer < kLayers; ++layer) {
+    for (int t = 0; t < kOld + kSteps; ++t) {
+      for (int h = 0; h < kKvHeads; ++h) {
+        double got[2][kDim], expected[2][kDim];
+        for (int i = 0; i < kDim; ++i) {
+          got[0][i] = (double)codes_k[layer][t][h][i];
+          got[1][i] = (double)codes_v[layer][t][h][i];
+          expected[0][i] = from_bf16(k[layer][t][h][i]);
+          expected[1][i] = from_bf16(v[layer][t][h][i]);
+        }
+        worst = fmax(worst, fmax(error_of(got[0], expected[0]), error_of(got[1], expected[1])));
+      }
+    }
+  }
+  return worst;
+}
+
 int main(void) {
   kvm_cuda_params params;
   memset(&params, 0, sizeof(params));
@@ -477,6 +497,8 @@ int main(void) {
   const int n = kSteps * kLayers * kQHeads;
   printf("error of o: %.2f %%; of codes alone %.2f %%; of heavy and recent tokens alone %.2f %%\n",
          100 * mixed / n, 100 * codes / n, 100 * dropped / n);
-  printf("from the same rows in double precision: at most %.3f %%\n", 100 * worst);
-  return worst < 6e-3 && mixed < codes && mixed < dropped ? 0 : 1;
+  const double coarse = error_of_codes();
+  printf("from the same rows in double precision: at most %.3f %%; codes are off by %.1f %%\n",
+         100 * worst, 100 * coarse);
+  return worst < 6e-3 && coarse < 0.5 && mixed < codes && mixed < dropped ? 0 : 1;
 }

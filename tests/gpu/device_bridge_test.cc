@@ -2,6 +2,7 @@
 // Tokens copied between sequences on a device and in host memory (kvm_cuda_bridge), compared with
 // what kvm_append and kvm_cuda_append make of the same numbers.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -33,7 +35,7 @@ Geometry with_codec(Geometry geometry, uint32_t codec) {
 }
 
 bool stores(const Geometry& geometry, uint32_t layer) {
-  return geometry.layers.empty() || geometry.layers[layer].kind == KVM_LAYER_OWN;
+  return layer >= geometry.layers.size() || geometry.layers[layer].kind == KVM_LAYER_OWN;
 }
 
 // A device, a client with host memory, and a bridge between a space of each.
@@ -147,7 +149,7 @@ class Sides {
       kvm_item item{};
       item.seq = seq;
       item.append_position = KVM_POSITION_END;
-      item.n_append = static_cast<uint32_t>(k.size() / row_size());
+      item.n_append = static_cast<uint32_t>(k.size() / row_size(layer));
       kvm_step_params params{};
       params.struct_size = sizeof params;
       params.space = space;
@@ -220,12 +222,20 @@ class Sides {
   kvm_cuda_bridge* bridge = nullptr;
 
  private:
+  // Of layer 0.
   uint64_t row_size() const { return uint64_t{rig.geometry().n_kv_heads} * rig.geometry().dim; }
+  uint64_t row_size(uint32_t layer) const {
+    uint64_t n_heads = rig.geometry().n_kv_heads;
+    for (const kvm_layer_params& of : rig.geometry().layers) {
+      n_heads = of.layer_begin == layer && of.n_kv_heads != 0 ? of.n_kv_heads : n_heads;
+    }
+    return n_heads * rig.geometry().dim;
+  }
   template <class Visit>
   void for_each_tensor(uint64_t n, Visit visit) const {
     for (uint32_t layer = 0; layer < rig.geometry().n_layers; ++layer) {
       if (stores(rig.geometry(), layer)) {
-        visit(layer, n * row_size(), rig.geometry().v_in_k ? 0 : n * row_size());
+        visit(layer, n * row_size(layer), rig.geometry().v_in_k ? 0 : n * row_size(layer));
       }
     }
   }
@@ -769,6 +779,258 @@ TEST(BridgeTest, RefusesCopies) {
   sides.bridge = nullptr;
   kvm_queue_destroy(sides.queue);
   sides.queue = nullptr;
+}
+
+// --- Shapes, and layers one by one --------------------------------------------------------------
+
+kvm_layer_params layer_of(uint32_t layer, uint32_t kind = KVM_LAYER_OWN, uint32_t target = 0) {
+  kvm_layer_params of{};
+  of.layer_begin = layer;
+  of.n_layers = 1;
+  of.kind = kind;
+  of.target = target;
+  return of;
+}
+
+struct Shape {
+  const char* name;
+  uint32_t dim;
+  uint32_t n_layers;
+  bool is_narrow;  // layer 1 has one kv head
+  uint64_t staging_bytes;
+  uint32_t here, there;  // codecs; the host's keeps every number of the device's
+};
+
+class BridgeShapes : public ::testing::TestWithParam<Shape> {};
+
+// In two parts each way, which begin and end inside pages.
+TEST_P(BridgeShapes, ComeBackAsTheyWere) {
+  const Shape& shape = GetParam();
+  FakeOptions options;
+  options.eagerness = 2;
+  Geometry here;
+  here.n_layers = shape.n_layers;
+  here.dim = shape.dim;
+  if (shape.is_narrow) {
+    kvm_layer_params narrow = layer_of(1);
+    narrow.n_kv_heads = 1;
+    here.layers.push_back(narrow);
+  }
+  Sides sides(options, with_codec(here, shape.here), with_codec(here, shape.there),
+              shape.staging_bytes);
+  constexpr uint32_t kTokens = 5 * 64 + 1;
+  const kvm_seq_id source = sides.rig.create();
+  sides.append_here(source, sides.numbers(1, kTokens));
+  const Sides::Rows expected = sides.device_rows(source, kTokens);
+  kvm_seq_id head = 0, all = 0;
+  ASSERT_EQ(sides.store(Sides::copy(source, 0, 127), &head), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(sides.store(Sides::copy(source, 127, KVM_POSITION_END, head), &all), KVM_OK)
+      << kvm_last_error();
+  EXPECT_EQ(sides.host_rows(all, kTokens), expected);
+  ASSERT_EQ(sides.load(Sides::copy(all, 0, 65), &head), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(sides.load(Sides::copy(all, 65, KVM_POSITION_END, head), &all), KVM_OK)
+      << kvm_last_error();
+  EXPECT_EQ(sides.device_rows(all, kTokens), expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, BridgeShapes,
+    ::testing::Values(Shape{"of80", 80, 3, false, 81920, KVM_CODEC_BF16, KVM_CODEC_BF16},
+                      Shape{"of96", 96, 2, false, 100000, KVM_CODEC_F16, KVM_CODEC_F32},
+                      Shape{"of192", 192, 2, false, 0, KVM_CODEC_BF16, KVM_CODEC_BF16},
+                      Shape{"of256", 256, 2, false, 777777, KVM_CODEC_BF16, KVM_CODEC_F32},
+                      Shape{"narrow_of64", 64, 3, true, 65536, KVM_CODEC_BF16, KVM_CODEC_BF16},
+                      Shape{"narrow_of80", 80, 4, true, 90001, KVM_CODEC_F16, KVM_CODEC_F16},
+                      Shape{"int8_of80", 80, 2, false, 200001, KVM_CODEC_I8, KVM_CODEC_F32},
+                      Shape{"int4_of256", 256, 2, true, 600001, KVM_CODEC_I4, KVM_CODEC_F32},
+                      Shape{"fp8_of192", 192, 2, true, 600001, KVM_CODEC_F8E4M3, KVM_CODEC_F32}),
+    [](const auto& of) { return std::string(of.param.name); });
+
+// Spaces that agree as spaces, and have a layer that is something else.
+TEST(BridgeTest, RefusesLayersThatDoNotAgree) {
+  kvm_layer_params one_head = layer_of(2), short_rows = layer_of(2);
+  one_head.n_kv_heads = 1;
+  short_rows.head_dim_k = short_rows.head_dim_v = 32;
+  const kvm_layer_params of_0 = layer_of(2, KVM_LAYER_ALIAS, 0);
+  const kvm_layer_params of_1 = layer_of(2, KVM_LAYER_ALIAS, 1);
+  const kvm_layer_params absent = layer_of(2, KVM_LAYER_ABSENT);
+  const struct {
+    const char* name;
+    std::vector<kvm_layer_params> here, there;
+  } cases[] = {
+      {"kv heads, on the host", {}, {one_head}}, {"kv heads, on the device", {one_head}, {}},
+      {"head dims", {}, {short_rows}},           {"an alias on the device", {of_0}, {}},
+      {"an alias on the host", {}, {of_0}},      {"aliases of others", {of_0}, {of_1}},
+      {"absent on the device", {absent}, {}},    {"absent on the host", {}, {absent}}};
+  for (const auto& of : cases) {
+    Geometry here, there;
+    here.n_layers = there.n_layers = 3;
+    here.layers = of.here;
+    there.layers = of.there;
+    Rig rig({}, here);
+    kvm_client* const client = rig.open_host();
+    kvm_cuda_bridge_params params{};
+    params.struct_size = sizeof params;
+    params.host = client;
+    params.host_space = register_space(client, there);
+    params.space = rig.space();
+    params.max_tokens = kMaxTokens;
+    kvm_cuda_bridge* bridge = nullptr;
+    EXPECT_EQ(kvm_cuda_bridge_create(rig.client(), &params, &bridge), KVM_ERR_INVALID) << of.name;
+    kvm_cuda_bridge_destroy(bridge);
+    kvm_client_close(client);
+  }
+}
+
+// --- What a window has not left behind yet ------------------------------------------------------
+
+Geometry windowed_geometry() {
+  Geometry windowed;
+  kvm_policy_params policy{};
+  policy.retention = KVM_RETAIN_SINKS_RECENT;
+  policy.n_sinks = 4;
+  policy.n_recent = 96;
+  windowed.policies.push_back(policy);
+  return windowed;
+}
+
+// Behind the one update of a prompt all of it is there, and kvm_cuda_read gives it.
+TEST(BridgeTest, StoresAPromptBeforeItsWindowLeavesItBehind) {
+  Sides sides({}, windowed_geometry(), {});
+  constexpr uint32_t kTokens = 500;
+  const kvm_seq_id source = sides.rig.create();
+  sides.append_here(source, sides.numbers(1, kTokens));
+  kvm_seq_id there = 0;
+  ASSERT_EQ(sides.store(Sides::copy(source), &there), KVM_OK) << kvm_last_error();
+  const kvm_seq_id expected = sides.create_there();
+  sides.append_there(expected, sides.numbers(1, kTokens));
+  EXPECT_EQ(sides.host_rows(there, kTokens), sides.host_rows(expected, kTokens));
+}
+
+TEST(BridgeTest, StoresWhatItHasLoaded) {
+  Sides sides({}, windowed_geometry(), {});
+  constexpr uint32_t kTokens = 500;
+  const kvm_seq_id source = sides.create_there();
+  sides.append_there(source, sides.numbers(1, kTokens));
+  kvm_seq_id here = 0, there = 0;
+  ASSERT_EQ(sides.load(Sides::copy(source), &here), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(sides.store(Sides::copy(here), &there), KVM_OK) << kvm_last_error();
+  EXPECT_EQ(sides.host_rows(there, kTokens), sides.host_rows(source, kTokens));
+}
+
+// --- Beside others ------------------------------------------------------------------------------
+
+// Whoever owns a prefix frees it while it is being loaded.
+TEST(BridgeTest, PrefixesMayBeFreedMeanwhile) {
+  FakeOptions options;
+  options.runs_by_itself = true;
+  Sides sides(options, {}, {}, 64 << 10);
+  constexpr uint32_t kTokens = 600;
+  const kvm_seq_id source = sides.create_there();
+  sides.append_there(source, sides.numbers(1, kTokens));
+  const Sides::Rows expected = sides.host_rows(source, kTokens);
+  for (uint32_t round = 0; round < 5; ++round) {
+    kvm_seq_id prefix = 0, got = 0;
+    ASSERT_EQ(kvm_seq_fork(sides.client, source, KVM_POSITION_END, &prefix), KVM_OK);
+    ASSERT_EQ(kvm_seq_publish(sides.client, prefix), KVM_OK) << kvm_last_error();
+    kvm_status status = KVM_OK;
+    std::thread loading([&] { status = sides.load(Sides::copy(prefix), &got); });
+    ::usleep(500u << round);
+    EXPECT_EQ(kvm_seq_free(sides.client, prefix), KVM_OK) << kvm_last_error();
+    loading.join();
+    if (status == KVM_OK) {
+      EXPECT_EQ(sides.device_rows(got, kTokens), expected) << round;
+      EXPECT_EQ(kvm_seq_free(sides.rig.client(), got), KVM_OK);
+    } else {
+      EXPECT_TRUE(status == KVM_ERR_STALE || status == KVM_ERR_NOT_FOUND)
+          << kvm_status_name(status);
+    }
+  }
+  EXPECT_EQ(sides.n_sequences_here(), 0u);
+  EXPECT_EQ(sides.n_sequences_there(), 1u);
+}
+
+// kvmd closes the host's connection, which clears its arenas, when all rows of a load lie in one
+// and the device has not come to them.
+TEST(BridgeTest, AConnectionThatIsClosedFailsALoad) {
+  if (!has_server()) {
+    GTEST_SKIP() << "a service of this process closes no connection";
+  }
+  FakeOptions options;
+  options.runs_by_itself = true;
+  Sides sides(options, {}, {});
+  kvm_client* const other = sides.rig.open_host();
+  const kvm_seq_id source = sides.create_there();
+  sides.append_there(source, sides.numbers(1, 100));
+  alignas(4096) static uint64_t word[512];
+  word[0] = 0;
+  ASSERT_TRUE(sides.rig.driver().register_host(word, sizeof word).is_ok());
+  ASSERT_TRUE(sides.rig.driver().wait_word(word, 1, sides.rig.stream()).is_ok());
+  kvm_status status = KVM_OK;
+  kvm_seq_id got = 0;
+  std::thread loading([&] { status = sides.load(Sides::copy(source), &got); });
+  ::usleep(500'000);  // reads of the host are done by then, most likely
+  kvm_client_info info{};
+  info.struct_size = sizeof info;
+  ASSERT_EQ(kvm_client_get_info(sides.client, &info), KVM_OK);
+  kvm_evict_params evict{};
+  evict.struct_size = sizeof evict;
+  evict.flags = KVM_EVICT_DISCONNECT;
+  evict.what = KVM_EVICT_CLIENT;
+  evict.id = info.client_id;
+  EXPECT_EQ(kvm_evict(other, &evict, nullptr), KVM_OK) << kvm_last_error();
+  ::usleep(500'000);  // likewise the clearing
+  // SYNC: release, which nobody needs.
+  std::atomic_ref<uint64_t>(word[0]).store(1, std::memory_order_release);
+  loading.join();
+  EXPECT_EQ(status, KVM_ERR_DISCONNECTED) << kvm_status_name(status);
+  sides.rig.driver().settle();
+  sides.rig.driver().unregister_host(word);
+  kvm_client_close(other);
+}
+
+// Of a host whose pages are on a disk for the most part: sources of loads, and what a store goes on
+// from.
+TEST(BridgeTest, PagesOfTheHostMayBeOnADisk) {
+  const kvm::testing::TemporaryDirectory folder;
+  const kvm::testing::Daemon daemon({"--host-capacity", "16MiB", "--disk-directories",
+                                     folder.path(), "--disk-capacity", "256MiB"},
+                                    "kvmd_on_fake");
+  FakeOptions options;
+  options.runs_by_itself = true;
+  Geometry geometry;
+  geometry.n_layers = 4;
+  Sides sides(options, geometry, geometry, 200'000);
+  kvm_cuda_bridge_destroy(std::exchange(sides.bridge, nullptr));
+  kvm_queue_destroy(std::exchange(sides.queue, nullptr));
+  kvm_client_close(sides.client);
+  sides.client = kvm::testing::connect_to_daemon(daemon, "host");
+  sides.space = register_space(sides.client, geometry);
+  ASSERT_EQ(kvm_queue_create(sides.client, nullptr, &sides.queue), KVM_OK) << kvm_last_error();
+  ASSERT_EQ(sides.open_bridge(200'000), KVM_OK) << kvm_last_error();
+  constexpr uint32_t kTokens = 990, kMore = 33;
+  constexpr size_t kStored = 10;  // 20 MiB
+  const kvm_seq_id source = sides.rig.create();
+  sides.append_here(source, sides.numbers(3, kTokens));
+  const Sides::Rows expected = sides.device_rows(source, kTokens);
+  const Sides::Rows more = sides.device_rows(source, kMore);
+  std::vector<kvm_seq_id> stored(kStored);
+  for (kvm_seq_id& to : stored) {
+    ASSERT_EQ(sides.store(Sides::copy(source), &to), KVM_OK) << kvm_last_error();
+  }
+  kvm_stats stats{};
+  stats.struct_size = sizeof stats;
+  ASSERT_EQ(kvm_get_stats(sides.client, &stats), KVM_OK);
+  EXPECT_GT(stats.n_pages_away, 0u);
+  for (size_t i = 0; i < kStored; ++i) {
+    kvm_seq_id longer = 0, here = 0;
+    ASSERT_EQ(sides.store(Sides::copy(source, 0, kMore, stored[i]), &longer), KVM_OK)
+        << kvm_last_error();
+    ASSERT_EQ(sides.load(Sides::copy(longer), &here), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(sides.device_rows(here, kTokens), expected) << i;
+    EXPECT_EQ(sides.device_rows(here, kMore, kTokens), more) << i;
+    ASSERT_EQ(kvm_seq_free(sides.rig.client(), here), KVM_OK);
+  }
 }
 
 }  // namespace
