@@ -305,6 +305,7 @@ kvm_space_info DeviceClient::describe(uint64_t id, const DeviceService::SpaceRec
   info.space = id;
   ::memcpy(info.name, space.name.data(), space.name.size());  // shorter than info.name
   std::copy(space.fingerprint.begin(), space.fingerprint.end(), info.fingerprint);
+  std::copy(space.geometry_digest.begin(), space.geometry_digest.end(), info.geometry_digest);
   info.n_q_heads = space.n_q_heads;
   info.n_kv_heads = space.n_kv_heads;
   info.head_dim_k = space.head_dim_k;

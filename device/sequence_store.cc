@@ -111,6 +111,9 @@ Status Growth::check() const {
 }
 
 uint64_t Growth::unseen_before(uint32_t list, uint64_t n_before, uint64_t n_after) const {
+  if (n_append == 0 && n_query == 0) {
+    return 0;
+  }
   const ListLayout& of = seq->space->lists[list];
   // This step's first row, or one of the next's, which has all tokens that are sure.
   const uint64_t behind = std::max<uint64_t>(uint64_t{n_query} + n_unsure,

@@ -157,7 +157,8 @@ struct Growth {
   uint64_t sure_tokens(uint64_t n_after) const {
     return n_after - n_unsure - std::min(n_append, max_unsure);
   }
-  // Positions of a list before it are seen by no query from this one on, when the sequence has
+  // Positions of a list before it are seen by no query from this one on (0 where the growth neither
+  // appends nor queries, and so says nothing of what is wanted), when the sequence has
   // grown from n_before tokens to n_after, whichever it turns out to have; a multiple of 64. Pages
   // that are begun in it stay until the next growth: the rows of its tokens are not enqueued yet.
   uint64_t unseen_before(uint32_t list, uint64_t n_before, uint64_t n_after) const;

@@ -31,7 +31,7 @@
 
 namespace kvm::device::wire {
 
-inline constexpr uint32_t kStoreVersion = 3;
+inline constexpr uint32_t kStoreVersion = 4;
 
 // LIMITS, of one client.
 inline constexpr uint64_t kMaxSpaces = 64;

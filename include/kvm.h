@@ -901,6 +901,8 @@ typedef struct kvm_space_info {
   uint8_t layout_digest[16];
   uint8_t policy_digest[16];
   uint8_t index_digest[16];
+  /* Likewise of layers, kv heads, dims and shard alone, whatever the codecs. Devices have it. */
+  uint8_t geometry_digest[16];
 } kvm_space_info;
 
 /* Fails: NOT_FOUND, STALE, LOST, PERMISSION (another user's), TIMEOUT. Threads: any. */

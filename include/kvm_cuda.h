@@ -216,6 +216,7 @@ typedef struct kvm_cuda_item {
  * sequence is still being fetched (kvm_cuda_get_seq_info says whether it is), and after a failure.
  * One that changes more than some 16384 entries of page tables (there is one for each page; a
  * sequence that is new to its place has them all written) counts as several.
+ * An item that neither appends nor queries drops nothing of its sequence.
  * Fork behind the appends of a step, or in front of the tokens that it appends: a fork that is made
  * between and has these may find anything in their rows.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
@@ -579,11 +580,16 @@ KVM_API kvm_status kvm_cuda_get_seq_info(kvm_client *client, kvm_seq_id seq,
  *                                                                  STALE: it has gone meanwhile
  *
  * Tokens are copied row by row, so the two spaces may differ in codecs, policies, indexes and
- * windows: they agree in layers, kv heads, head dims, KVM_SPACE_V_IN_K and fingerprint. Rows travel in the narrower
- * dtype of the two where both sides store numbers (BF16 to BF16 keeps every bit), in that of the
- * side that does where one has codes, in F32 where both have: codes are made anew then, as
- * kvm_append makes them of what kvm_cuda_read gives, and may differ by one.
- * examples/cuda/cuda_prefix.c is the whole of it. */
+ * windows: they agree in layers, kv heads, head dims, KVM_SPACE_V_IN_K and fingerprint. Rows travel
+ * in the narrower dtype of the two where both sides store numbers (BF16 to BF16 keeps every bit),
+ * in that of the side that does where one has codes, in F32 where both have: codes are made anew
+ * then, as kvm_append makes them of what kvm_cuda_read gives, and may differ by one.
+ * examples/cuda/cuda_prefix.c is the whole of it.
+ *
+ * A copy holds a fork of its source, which kvm_seq_list shows: until it ends, spilling or freeing
+ * the source gives back only what the fork does not share, and whoever frees all sequences of a
+ * client waits for its copies first. Of a host space with KVM_RETAIN_HEAVY, what is kept of a store
+ * is arbitrary: attention mass does not cross. */
 typedef struct kvm_cuda_bridge kvm_cuda_bridge;
 
 typedef struct kvm_cuda_bridge_params {
@@ -592,7 +598,9 @@ typedef struct kvm_cuda_bridge_params {
   kvm_client *host;        /* of kvm_connect or kvm_open_embedded */
   kvm_space_id host_space; /* of it */
   kvm_space_id space;      /* of the device's client */
-  uint64_t max_tokens;     /* of the longest sequence on the device; required; at most 2^31 - 1 */
+  uint64_t max_tokens;     /* of the longest sequence on the device; required; at most 2^31 - 1. The
+                            * batch has 20 bytes a token on the device, to 2^20 of them, and four
+                            * times as much page-locked memory */
   uint64_t staging_bytes;  /* what is under way at once: an arena of `host`, page-locked, and as
                             * much device memory beside pool_bytes; 0: 64 MiB */
   uint64_t reserved[4];
@@ -600,14 +608,16 @@ typedef struct kvm_cuda_bridge_params {
 
 /* Makes a bridge, with a queue and an arena of `host`, and a batch of one item (kvm_cuda_batch) and
  * a stream on the device. Release it before either client.
- * Fails:   INVALID (the spaces do not agree; staging_bytes hold less than 64 tokens of a layer
- *          twice; max_tokens), UNSUPPORTED (client is not of kvm_cuda_open, or host is), NOT_FOUND,
+ * Fails:   INVALID (the spaces do not agree: layers, aliases, kv heads, dims, fingerprint;
+ *          staging_bytes hold less than 64 tokens of a layer twice; max_tokens), UNSUPPORTED
+ *          (client is not of kvm_cuda_open, or host is; a kvmd without geometry_digest), NOT_FOUND,
  *          STALE, LOST (a space); NO_SPACE, DEVICE (the device's memory, or the driver's failure);
  *          and as kvm_queue_create and kvm_arena_create. Threads: any. */
 KVM_API kvm_status kvm_cuda_bridge_create(kvm_client *client, const kvm_cuda_bridge_params *params,
                                           kvm_cuda_bridge **out);
 
-/* NULL is accepted. Threads: no other call on this bridge may be running. */
+/* Waits for the device; before kvm_client_reconnect of the host, which its queue and arena would
+ * make BUSY. NULL is accepted. Threads: no other call on this bridge may be running. */
 KVM_API void kvm_cuda_bridge_destroy(kvm_cuda_bridge *bridge);
 
 typedef struct kvm_cuda_copy_params {
@@ -617,7 +627,8 @@ typedef struct kvm_cuda_copy_params {
   kvm_seq_id onto;     /* of the other side: its first `begin` tokens come before; 0: none do */
   uint64_t begin;      /* tokens [begin, end) of the source; begin is below end */
   uint64_t end;        /* KVM_POSITION_END: all from begin on */
-  uint64_t timeout_ns; /* 0: none */
+  uint64_t timeout_ns; /* 0: none. What the service has begun by then is waited for: one that does
+                        * not answer at all holds the call */
   uint64_t reserved[4];
 } kvm_cuda_copy_params;
 
@@ -634,13 +645,12 @@ typedef struct kvm_cuda_copy_params {
  * enqueued when the call is made read as anything: where another thread takes steps, say `end`, and
  * where lengths are known on the device alone (kvm_cuda_set_lengths), those that are sure. stream:
  * one of the client's timeline. Not while a stream of the device is being captured.
- * Heads with sinks and a window have what an update would leave that appends and queries nothing.
  * All or nothing: after a failure there is no new sequence, and those that were are as before.
- * Fails:   INVALID (begin, end; a layer of `onto` that is shorter than begin; a layer that only the
- *          host's space stores), PARTIAL (a policy has dropped a token, for some head), BUSY
- *          (source is on the host: kvm_cuda_fetch), LIMIT (max_tokens), TIMEOUT, DISCONNECTED (of
- *          either client), NOT_FOUND, STALE, LOST, UNSUPPORTED (the stream is being captured),
- *          DEVICE; as kvm_seq_create, kvm_seq_fork and kvm_append of the host's client.
+ * Fails:   INVALID (begin, end; a layer of `onto` that is shorter than begin), PARTIAL (a policy
+ *          has dropped a token, for some head), BUSY (source is on the host: kvm_cuda_fetch), LIMIT
+ *          (max_tokens), TIMEOUT, DISCONNECTED (of either client), NOT_FOUND, STALE, LOST,
+ *          UNSUPPORTED (the stream is being captured), DEVICE; as kvm_seq_create, kvm_seq_fork and
+ *          kvm_append of the host's client.
  * Threads: one at a time for a bridge. */
 KVM_API kvm_status kvm_cuda_store(kvm_cuda_bridge *bridge, const kvm_cuda_copy_params *params,
                                   kvm_cuda_stream stream, kvm_seq_id *out);
@@ -654,11 +664,12 @@ KVM_API kvm_status kvm_cuda_store(kvm_cuda_bridge *bridge, const kvm_cuda_copy_p
  * as many tokens that is enqueued on `stream`, and written on the bridge's stream. Heads with sinks
  * and a window get all tokens, and drop what is not seen by the next update.
  * All or nothing, as kvm_cuda_store.
- * Fails:   INVALID (begin, end; a layer that only the device's space stores), PARTIAL (a policy of
+ * Fails:   INVALID (begin, end), PARTIAL (a policy of
  *          the host's space, or kvm_seq_drop, has dropped a token, for some head), NO_SPACE (of the
- *          pool), LIMIT (max_tokens), BUSY (onto is on the host), TIMEOUT, DISCONNECTED, NOT_FOUND,
- *          STALE, LOST, UNSUPPORTED (the stream is being captured), DEVICE; as kvm_seq_fork; as
- *          kvm_read of the host's client. Threads: one at a time for a bridge. */
+ *          pool), LIMIT (max_tokens; more than 2^20 tokens to copy), BUSY (onto is on the host),
+ *          TIMEOUT, DISCONNECTED, NOT_FOUND, STALE, LOST, UNSUPPORTED (the stream is being
+ *          captured), DEVICE; as kvm_seq_fork; as kvm_read of the host's client.
+ * Threads: one at a time for a bridge. */
 KVM_API kvm_status kvm_cuda_load(kvm_cuda_bridge *bridge, const kvm_cuda_copy_params *params,
                                  kvm_cuda_stream stream, kvm_seq_id *out);
 

@@ -43,7 +43,30 @@ const HeadClass& class_of(const Space& space, uint32_t layer, uint32_t head) {
   return space.head_class(layer, space.place(layer, head).class_index);
 }
 
+// What becomes of a layer that stores nothing itself; false: it does.
+bool add_other_layer(uint32_t i, const Layer& layer, std::string* text) {
+  if (layer.kind == KVM_LAYER_ALIAS) {
+    fmt::format_to(std::back_inserter(*text), "layer {} alias {}\n", i, layer.storage_layer);
+  } else if (layer.kind == KVM_LAYER_ABSENT) {
+    fmt::format_to(std::back_inserter(*text), "layer {} absent\n", i);
+  }
+  return layer.kind == KVM_LAYER_ALIAS || layer.kind == KVM_LAYER_ABSENT;
+}
+
 }  // namespace
+
+std::string geometry_text(const Space& space) {
+  std::string text =
+      fmt::format("kvm geometry 1\nshard {}/{}\n", space.shard_index, space.n_shards);
+  for (uint32_t i = 0; i < space.n_layers; ++i) {
+    add_other_layer(i, space.layers[i], &text);
+  }
+  return text_of(space, std::move(text), [&](uint32_t layer, uint32_t head) {
+    const tiers::SlabClass& slab_class = class_of(space, layer, head).slab_class;
+    return fmt::format("dims {} {}{}", slab_class.dim_k, slab_class.dim_v,
+                       slab_class.v_in_k ? " v in k" : "");
+  });
+}
 
 std::string layout_text(const Space& space) {
   std::string text =
@@ -51,11 +74,7 @@ std::string layout_text(const Space& space) {
                   space.shard_index, space.n_shards, space.head_dim_k, space.head_dim_v);
   for (uint32_t i = 0; i < space.n_layers; ++i) {
     const Layer& layer = space.layers[i];
-    if (layer.kind == KVM_LAYER_ALIAS) {
-      fmt::format_to(std::back_inserter(text), "layer {} alias {}\n", i, layer.storage_layer);
-    } else if (layer.kind == KVM_LAYER_ABSENT) {
-      fmt::format_to(std::back_inserter(text), "layer {} absent\n", i);
-    } else if (layer.pairs() && layer.partner < i) {
+    if (!add_other_layer(i, layer, &text) && layer.pairs() && layer.partner < i) {
       fmt::format_to(std::back_inserter(text), "layer {} pair {} {} {}\n", i, layer.partner,
                      layer.pair_t, layer.pair_kept);
     }

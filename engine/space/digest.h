@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Digests of a space: what two spaces, or a space and a file, must agree in to share stored tokens.
 //
+//   geometry layers, kv heads, dims, shard: what rows there are
 //   layout   what the bytes of pages mean: layers, kv heads, dims, codecs, shard
 //   policy   which tokens heads keep
 //   index    what is kept beside them
@@ -18,6 +19,7 @@
 namespace kvm::engine {
 
 // The texts, lines that end with a newline; docs/storage.md describes them.
+std::string geometry_text(const Space& space);
 std::string layout_text(const Space& space);
 std::string policy_text(const Space& space);
 std::string index_text(const Space& space);

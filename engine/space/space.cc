@@ -1196,6 +1196,7 @@ Result<std::shared_ptr<const Space>> resolve_space(const SpaceSpec& spec) {
   KVM_TRY(check_indexed(configs, *space));
   leave_out_indexes(configs, space.get());
   make_classes(configs, space.get());
+  space->geometry_digest = digest_of(geometry_text(*space));
   space->layout_digest = digest_of(layout_text(*space));
   space->policy_digest = digest_of(policy_text(*space));
   space->index_digest = digest_of(index_text(*space));

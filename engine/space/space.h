@@ -207,6 +207,7 @@ struct Space {
   bool shares_budgets = false;               // likewise, among layers
   bool awaits_prompt = false;  // some head class gives up nothing before the prompt ends
   // engine/space/digest.h.
+  Digest geometry_digest{};
   Digest layout_digest{};
   Digest policy_digest{};
   Digest index_digest{};

@@ -44,6 +44,7 @@ kvm_space_info info_of(const SpaceRecord& record) {
   info.flags = space.flags();
   info.codec = static_cast<uint32_t>(space.codec);
   info.uid = record.uid;
+  std::copy(space.geometry_digest.begin(), space.geometry_digest.end(), info.geometry_digest);
   std::copy(space.layout_digest.begin(), space.layout_digest.end(), info.layout_digest);
   std::copy(space.policy_digest.begin(), space.policy_digest.end(), info.policy_digest);
   std::copy(space.index_digest.begin(), space.index_digest.end(), info.index_digest);

@@ -10,8 +10,8 @@
  *           -infinity hides the heavy ones of a head, which the other sequence has.
  *
  * With each update a token leaves the window of `exact`. It is read in front of the update, of all
- * layers, and appended to `codes` behind it. Both attend, and kvm_cuda_merge makes one answer of the
- * two. What follows the updates has fixed addresses, and may be a CUDA graph.
+ * layers, and appended to `codes` behind it. Both attend, and kvm_cuda_merge makes one answer of
+ * the two. What follows the updates has fixed addresses, and may be a CUDA graph.
  *
  * Which tokens are heavy is the engine's to say. Here it is those of the prompt with the largest
  * attention mass over its last queries, as SnapKV and MiKV take it.

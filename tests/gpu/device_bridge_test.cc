@@ -372,33 +372,6 @@ TEST(BridgeTest, RangesComeBehindWhatIsThereAlready) {
   EXPECT_EQ(sides.device_rows(here, 295, 96), sides.host_rows(there, 295, 96));
 }
 
-// The longest batch that a load has, and a bit more: two updates.
-TEST(BridgeTest, LongLoadsAreSeveralUpdates) {
-  FakeOptions options;
-  options.emulate = false;
-  Geometry narrow;
-  narrow.n_layers = 1;
-  narrow.n_q_heads = narrow.n_kv_heads = 1;
-  Sides sides(options, narrow, narrow, 4 << 20, 64 << 20, 64 << 20);
-  constexpr uint64_t kTokens = 32768 + 77;
-  kvm_cuda_bridge_destroy(sides.bridge);
-  kvm_cuda_bridge_params params = sides.bridge_params(4 << 20);
-  params.max_tokens = kTokens;
-  ASSERT_EQ(kvm_cuda_bridge_create(sides.rig.client(), &params, &sides.bridge), KVM_OK);
-  const kvm_seq_id source = sides.create_there();
-  sides.append_there(source, sides.numbers(1, 4096));
-  for (uint64_t n = 4096; n < kTokens; n += 4096) {
-    sides.append_there(source, sides.numbers(n, std::min<uint64_t>(4096, kTokens - n)));
-  }
-  kvm_seq_id here = 0, there = 0;
-  ASSERT_EQ(sides.load(Sides::copy(source), &here), KVM_OK) << kvm_last_error();
-  ASSERT_EQ(sides.store(Sides::copy(here), &there), KVM_OK) << kvm_last_error();
-  for (uint64_t n = 0; n < kTokens; n += 8192) {
-    const uint64_t many = std::min<uint64_t>(8192, kTokens - n);
-    ASSERT_EQ(sides.host_rows(there, many, n), sides.host_rows(source, many, n)) << n;
-  }
-}
-
 TEST(BridgeTest, HeadsWithAWindowGetAllAndDropWhatIsNotSeen) {
   Geometry windowed;
   kvm_policy_params policy{};

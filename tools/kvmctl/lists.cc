@@ -101,6 +101,7 @@ int run_spaces(const Common& common) {
                      {"head_classes", space.n_head_classes},
                      {"sequences", space.n_sequences},
                      {"bytes_per_token", space.bytes_per_token},
+                     {"geometry_digest", digest_text(space.geometry_digest)},
                      {"layout_digest", digest_text(space.layout_digest)},
                      {"policy_digest", digest_text(space.policy_digest)},
                      {"index_digest", digest_text(space.index_digest)},

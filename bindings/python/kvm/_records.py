@@ -71,6 +71,7 @@ class SpaceInfo:
     layout_digest: bytes
     policy_digest: bytes
     index_digest: bytes
+    geometry_digest: bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -538,6 +538,7 @@ pub struct kvm_space_info {
     pub layout_digest: [u8; 16],
     pub policy_digest: [u8; 16],
     pub index_digest: [u8; 16],
+    pub geometry_digest: [u8; 16],
 }
 
 impl Default for kvm_space_info {

@@ -1107,6 +1107,9 @@ pub struct SpaceInfo {
     pub n_head_classes: u32,
     /// The user whose space it is.
     pub uid: u32,
+    /// Agrees where layers, kv heads and dims are the same, whatever the codecs; zeros of a kvmd
+    /// that has none.
+    pub geometry_digest: [u8; 16],
     /// Agrees where the bytes of pages mean the same.
     pub layout_digest: [u8; 16],
     /// Agrees where heads keep the same tokens.
@@ -1142,6 +1145,7 @@ impl SpaceInfo {
             codec: CodecId::from_code(raw.codec),
             n_head_classes: raw.n_head_classes,
             uid: raw.uid,
+            geometry_digest: raw.geometry_digest,
             layout_digest: raw.layout_digest,
             policy_digest: raw.policy_digest,
             index_digest: raw.index_digest,

@@ -208,6 +208,7 @@ structures! {
         layout_digest,
         policy_digest,
         index_digest,
+        geometry_digest,
     }
     kvm_seq_params {
         struct_size,
