@@ -241,11 +241,9 @@ constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
 // Rows of a block of the prefill kernel, whatever the codec and the dim.
 inline constexpr uint32_t kPrefillRows = 128;
 
-// Says whether the prefill kernel has them. It has no bytes of 80 channels: a warp copies 32 rows
-// of them at least, which makes tiles of 128 tokens for four warps and 256 for eight, whose scores
-// registers do not hold. Nor latent rows.
+// Says whether the prefill kernel has them: all but latent rows.
 constexpr bool is_prefill_on_devices(CodecId codec, uint32_t dim) {
-  return is_head_dim_on_devices(codec, dim) && (dim != 80 || codecs::codec_of(codec).bits() != 8);
+  return is_head_dim_on_devices(codec, dim);
 }
 
 // A DecodeKernel names one kernel: codec of K and V; channels of K; rows of a block:

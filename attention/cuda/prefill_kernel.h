@@ -43,7 +43,11 @@ struct PrefillShape : TileShape<kElementType, kDimValue, kTileTokens> {
   static constexpr uint32_t kThreads = 32 * kWarps;
   static constexpr uint32_t kWarpRowCount = 16 * kRowTiles;
   static constexpr uint32_t kRows = kWarps * kWarpRowCount;
-  static constexpr uint32_t kSlice = kTileTokens / kWarps;  // tokens of a tile that a warp copies
+  // A warp copies a slice of each tile: so many tokens, of both planes or, where that would be no
+  // whole copies, of one: the first half of the warps then has K, the other one V.
+  static constexpr bool kBothPlanes = kTileTokens / kWarps % Tiles::kStepRows == 0;
+  static constexpr uint32_t kSlicesOfPlane = kBothPlanes ? kWarps : kWarps / 2;
+  static constexpr uint32_t kSlice = kTileTokens / kSlicesOfPlane;
   // Lanes that copy words of steps, one each, of a plane of the slice.
   static constexpr uint32_t kLanesOfPlane = 16;
   // Words of steps of a plane of a tile, and of both.
@@ -56,11 +60,12 @@ struct PrefillShape : TileShape<kElementType, kDimValue, kTileTokens> {
   static constexpr uint32_t kZerosAt = kColumnsAt + kSteps * 4;
   static constexpr uint32_t kLogsAt = kZerosAt + kSteps * 4;
   static constexpr uint32_t kBrokenAt = kLogsAt + kTileTokens * 4;
-  static constexpr uint32_t kStageBytes = ((Tiles::kStepped  ? kBrokenAt + kWarps * 4
-                                            : Tiles::kScaled ? kColumnsAt + kTileTokens * 8
-                                                             : kWordsAt) +
-                                           127) /
-                                          128 * 128;
+  static constexpr uint32_t kStageBytes =
+      ((Tiles::kStepped  ? kBrokenAt + kWarps * 4
+        : Tiles::kScaled ? kColumnsAt + kTileTokens * (kBothPlanes ? 8 : 12)
+                         : kWordsAt) +
+       127) /
+      128 * 128;
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   // Of a warp.
   static constexpr uint32_t kFragmentBytes = kRowTiles * kSharedSteps * 512;
@@ -75,6 +80,7 @@ struct PrefillShape : TileShape<kElementType, kDimValue, kTileTokens> {
                                                : kWarps* kResultBytes;
 
   static_assert(kStages >= 2 && kTileTokens % kWarps == 0);
+  static_assert(kBothPlanes || (Tiles::kScaled && kSlice == 32));
   static_assert(!Tiles::kStepped || kSlice * Tiles::kGroups == kLanesOfPlane);
   static_assert(kAside % 4 == 0);
   static_assert(kSlice % Tiles::kStepRows == 0 && 32 % kSlice == 0);
@@ -82,13 +88,32 @@ struct PrefillShape : TileShape<kElementType, kDimValue, kTileTokens> {
 };
 
 // The scales of a thread's columns of a tile, where they lie in shared memory.
-template <class Shape, bool kScaled = Shape::kScaled, bool kStepped = Shape::kStepped>
+template <class Shape, bool kScaled = Shape::kScaled, bool kStepped = Shape::kStepped,
+          bool kBothPlanes = Shape::kBothPlanes>
 struct SharedScales : NoScales {
   KVM_GPU explicit SharedScales(SharedAddress /*stage*/) {}
 };
 
+// Where no warp has both scales of a token: floats [token] of K's, of V's and of log2 of V's.
 template <class Shape>
-struct SharedScales<Shape, true, false> {
+struct SharedScales<Shape, true, false, false> {
+  SharedAddress at;  // of the lane's first column
+
+  KVM_GPU explicit SharedScales(SharedAddress stage)
+      : at(stage + Shape::kColumnsAt + lane_id() % 4 * 8) {}
+  KVM_GPU float load(uint32_t what, uint32_t n, uint32_t i) const {
+    return load_shared<float>(at + what * Shape::kTile * 4 + n * 32 + i * 4);
+  }
+  KVM_GPU float key(uint32_t n, uint32_t i) const { return load(0, n, i); }
+  KVM_GPU float raise(float score, uint32_t n, uint32_t i) const { return score + load(2, n, i); }
+  // The scale of a value that is not seen may be a NaN.
+  KVM_GPU float apply(float weight, uint32_t n, uint32_t i) const {
+    return product_or_zero(weight, load(1, n, i));
+  }
+};
+
+template <class Shape>
+struct SharedScales<Shape, true, false, true> {
   SharedAddress at;  // of the lane's first column
 
   KVM_GPU explicit SharedScales(SharedAddress stage)
@@ -108,7 +133,7 @@ struct SharedScales<Shape, true, false> {
 
 // Where rows are of 4 bits, only what a maximum has of values.
 template <class Shape>
-struct SharedScales<Shape, false, true> {
+struct SharedScales<Shape, false, true, true> {
   SharedAddress at;  // of the lane's first column
 
   KVM_GPU explicit SharedScales(SharedAddress stage)
@@ -277,6 +302,13 @@ struct PrefillTask {
   bool has_rows;    // the request has some for this warp
   Place next;       // of the slice to be copied next
 
+  // Of a tile, the first token that a warp copies, and whether it copies values alone.
+  KVM_GPU static uint32_t first_of_slice(uint32_t warp) {
+    return (Shape::kBothPlanes ? warp : warp % Shape::kSlicesOfPlane) * Shape::kSlice;
+  }
+  KVM_GPU static bool has_values(uint32_t warp) {
+    return !Shape::kBothPlanes && warp >= Shape::kSlicesOfPlane;
+  }
   KVM_GPU void load_queries(const DecodeParams& p, const Work& work);
   // Begins copying this warp's slice of the tile at `token_first`, the `ahead`-th behind the one
   // that is evaluated next, to the stage at `to`.
@@ -340,24 +372,35 @@ KVM_GPU void PrefillTask<Shape>::copy_slice(const DecodeParams& p, const PageCla
                                             const Work& work, const Place& place, SharedAddress to,
                                             uint32_t token_first, uint32_t ahead) {
   const uint8_t* page = page_of(p.pool, of, place.entry);
-  const uint32_t first = warp_id() * Shape::kSlice;
+  const uint32_t warp = warp_id();
+  const uint32_t first = first_of_slice(warp);
+  const bool of_v = has_values(warp);
   const uint32_t token = token_first + first;
   const uint32_t n_tokens = token < work.end ? work.end - token : 0;
-  copy_rows<Shape, Shape::kSlice>(of, page, place, to, first, n_tokens);
+  if constexpr (Shape::kBothPlanes) {
+    copy_rows<Shape, Shape::kSlice>(of, page, place, to, first, n_tokens);
+  } else {
+    copy_rows<Shape, Shape::kSlice, 1>(of, of_v ? page + of.v_offset_bytes : page, place,
+                                       of_v ? to + Shape::kPlaneBytes : to, first, n_tokens);
+  }
   const bool valid = lane_id() < n_tokens;
-  if (work.request.log_weights >= 0 && lane_id() < Shape::kSlice) {
+  if (work.request.log_weights >= 0 && !of_v && lane_id() < Shape::kSlice) {
     copy_async_4(to + Shape::kWeightsAt + (first + lane_id()) * 4,
                  log_weight_at(p, work, token + lane_id()), valid);
   }
   if constexpr (Shape::kScaled) {
-    const auto of_k = reinterpret_cast<uint64_t>(page + of.scales_offset_bytes +
-                                                 static_cast<uint64_t>(place.row) * 2);
-    const SharedAddress words = to + Shape::kWordsAt + (first + lane_id()) * 4;
+    const auto of_first = reinterpret_cast<uint64_t>(page + of.scales_offset_bytes +
+                                                     static_cast<uint64_t>(place.row) * 2 +
+                                                     (of_v ? of.v_scales_offset_bytes : 0));
+    const SharedAddress words =
+        to + Shape::kWordsAt + (first + lane_id() + (of_v ? Shape::kTile : 0)) * 4;
     if (lane_id() < Shape::kSlice) {
-      copy_async_4(words, word_of(of_k), valid);
-      copy_async_4(words + Shape::kTile * 4, word_of(of_k + of.v_scales_offset_bytes), valid);
+      copy_async_4(words, word_of(of_first), valid);
+      if constexpr (Shape::kBothPlanes) {
+        copy_async_4(words + Shape::kTile * 4, word_of(of_first + of.v_scales_offset_bytes), valid);
+      }
     }
-    upper |= static_cast<uint32_t>(is_upper(of_k)) << ahead;
+    upper |= static_cast<uint32_t>(is_upper(of_first)) << ahead;
   }
   if constexpr (Shape::kStepped) {
     copy_steps(of, page, place.row, to, n_tokens);
@@ -388,8 +431,17 @@ KVM_GPU void PrefillTask<Shape>::copy_steps(const PageClass& of, const uint8_t* 
 // all warps read behind the barrier: only the lane that copied a word knows which half it is.
 template <class Shape>
 KVM_GPU void PrefillTask<Shape>::unpack_scales(const PageClass& of, SharedAddress stage) {
-  if (lane_id() < Shape::kSlice) {
-    const uint32_t token = thread_id() / 32 * Shape::kSlice + lane_id();
+  const uint32_t token = first_of_slice(thread_id() / 32) + lane_id();
+  if constexpr (!Shape::kBothPlanes) {
+    const bool of_v = has_values(thread_id() / 32);
+    const SharedAddress own = stage + (token + (of_v ? Shape::kTile : 0)) * 4;
+    const uint32_t word = load_shared<uint32_t>(own + Shape::kWordsAt);
+    const float scale = float_from_bits((upper & 1) != 0 ? word & 0xffff0000u : word << 16);
+    store_shared(own + Shape::kColumnsAt, scale);
+    if (of_v) {
+      store_shared(own + Shape::kColumnsAt + Shape::kTile * 4, bounded_log_scale(scale));
+    }
+  } else if (lane_id() < Shape::kSlice) {
     const SharedAddress words = stage + Shape::kWordsAt + token * 4;
     const uint32_t both =
         scales_in(of, load_shared<uint32_t>(words), load_shared<uint32_t>(words + Shape::kTile * 4),
@@ -614,7 +666,7 @@ KVM_GPU void prefill_piece(const DecodeParams& p, const Work& work) {
   // From a shuffle: it cannot be computed again, which would take several instructions for every
   // access.
   const SharedAddress stages = shuffle(shared_start(), 0);
-  const uint32_t slice = warp_id() * Shape::kSlice;
+  const uint32_t slice = PrefillTask<Shape>::first_of_slice(warp_id());
   uint32_t token_first = work.begin;  // of the tile
 
   SharedAddress free = stages;

@@ -122,8 +122,13 @@ template <Element kElement>
 struct PrefillShapeOf<kElement, 64, 8> {
   using Type = PrefillShape<kElement, 64, 64, 3, 4, 2, 4>;
 };
-// A warp copies 16 of these rows at least: of four warps with 32 rows each, tiles are of 64 tokens,
-// whose scores would spill.
+// Of these rows a warp copies 32 at least: of K or of V.
+template <Element kElement>
+struct PrefillShapeOf<kElement, 80, 8> {
+  using Type = PrefillShape<kElement, 80, 64, 3, 4, 2, 0>;
+};
+// And 16 of these: of four warps with 32 rows each, tiles are of 64 tokens, whose scores would
+// spill.
 template <Element kElement>
 struct PrefillShapeOf<kElement, 96, 8> {
   using Type = PrefillShape<kElement, 96, 128, 2, 8, 1, 6>;
@@ -262,9 +267,8 @@ template <Element kElement, class Visit>
 bool visit_prefill_dim(uint32_t dim, Visit visit) {
   bool known = false;
   visit_value_dim(dim, [&]<class Tag>(Tag) {
-    constexpr bool kIsThere = kHasSteps<kElement>
-                                  ? Tag::kDim == 64 || Tag::kDim == 128 || Tag::kDim == 256
-                                  : Tag::kDim <= 256 && !(kIsScaled<kElement> && Tag::kDim == 80);
+    constexpr bool kIsThere = Tag::kDim == 64 || Tag::kDim == 128 || Tag::kDim == 256 ||
+                              (Tag::kDim <= 256 && !kHasSteps<kElement>);
     if constexpr (kIsThere) {
       using Shape = typename PrefillShapeOf<kElement, Tag::kDim>::Type;
       static_assert(Shape::kRows == kPrefillRows);

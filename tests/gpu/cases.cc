@@ -169,8 +169,8 @@ void add_prefills(Add add_case) {
            .uneven = uneven,
            .far = uneven ? 0 : 100});
     }
-    for (const uint32_t dim : {64u, 128u, 256u}) {
-      if (codec == codecs::kI4 || dim == 128) {
+    for (const uint32_t dim : {64u, 80u, 128u, 256u}) {
+      if (codec == codecs::kI4 ? dim != 80 : dim == 80 || dim == 128) {
         add({.name = "not numbers",
              .codec = codec,
              .dim = dim,
@@ -182,6 +182,17 @@ void add_prefills(Add add_case) {
              .blocks = 3,
              .not_numbers = true});
       }
+    }
+    if (codec != codecs::kI4) {
+      add({.name = "weights",
+           .codec = codec,
+           .dim = 80,
+           .group = 4,
+           .n_query = 40,
+           .page_tokens = 33,
+           .lengths = {333, 40},
+           .weights = Weights::kHidden,
+           .uneven = true});
     }
     add({.name = "large queries",
          .codec = codec,
