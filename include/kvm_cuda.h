@@ -151,8 +151,7 @@ typedef struct kvm_cuda_batch_params {
                             * all steps of the batch use: decode with a batch of its own, of 1. Up
                             * to 64 it is the decode kernel, with 16 or 32 rows (query tokens times
                             * q heads of a kv head) that read K and V once; from 65 on the prefill
-                            * kernel, with 128, which knows no trees, and neither pages of I4, nor
-                            * of I8 and F8E4M3 with head_dim 80, nor KVM_SPACE_V_IN_K
+                            * kernel, with 128, which knows neither trees nor KVM_SPACE_V_IN_K
                             * (UNSUPPORTED) */
   uint32_t max_query_rows; /* rows of q, o and lse, to 2^20; 0: max_items * max_query. What the
                             * plan takes of memory goes by it */

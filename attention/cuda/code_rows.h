@@ -11,8 +11,13 @@
 // code * 2^-24 or, 4 bits further up, code * 2^-20, which the matrix unit multiplies as it does all
 // numbers. Queries are divided, and results multiplied, by what those lack.
 //
-// Steps of a tile lie in shared memory as words [token][group], the scale in the lower half, the
-// zero in the upper.
+// A word of steps has the scale in its lower half, the zero in the upper. How those of a tile lie
+// in shared memory a type says, Steps below: StepsByToken, or that of the prefill kernel. It has
+//   zero_word(eight)    a word in whose upper half is the zero that this lane has of a B fragment:
+//                       of group lane % 4, of token lane / 4 of the eight-th 8
+//   columns(sixteen)    those of this thread's columns of 16 tokens:
+//     begin_group(g)
+//     scale(h, i, g), zero(h, i, g)   of column i of 8 tokens h, of the group that was begun last
 #ifndef KVM_ATTENTION_CUDA_CODE_ROWS_H_
 #define KVM_ATTENTION_CUDA_CODE_ROWS_H_
 
@@ -58,15 +63,27 @@ struct CodeRows : WarpRows<Shape> {
   KVM_GPU void load_queries(const uint16_t* from, bool valid, uint32_t row_tile, uint32_t half,
                             Dtype dtype, SharedAddress sums, Fragment (&q)[kQuerySteps]);
   // Scores in units of log 2. steps: of keys; of values, below.
-  template <class Queries>
-  KVM_GPU void scores(const Queries& queries, SharedAddress keys, SharedAddress steps,
+  template <class Queries, class Steps>
+  KVM_GPU void scores(const Queries& queries, SharedAddress keys, const Steps& steps,
                       SharedAddress sums, float scale_log2, Scores& s);
-  KVM_GPU static float own_log_steps(SharedAddress steps, bool* broken);
-  KVM_GPU void take_out_broken(SharedAddress steps, const Scores& s);
-  KVM_GPU void add_values(SharedAddress values, SharedAddress steps, const Scores& s);
+  // Rows that see a value which is not a number get one into their sums of zeros.
+  // word_at(token, group): where the word of steps is.
+  template <class WordAt>
+  KVM_GPU void note_broken(WordAt word_at, const Scores& s);
+  // REQUIRES: all steps are numbers.
+  template <class Steps>
+  KVM_GPU void add_values(SharedAddress values, const Steps& steps, const Scores& s);
   // Makes sums of p * zero those of all columns, which store_channels adds to the channels.
   KVM_GPU void gather_zeros(uint32_t row_tile, uint32_t half);
   KVM_GPU void store_channels(uint32_t row_tile, uint32_t half, float factor, SharedAddress to);
+
+ private:
+  template <class Queries>
+  KVM_GPU static void get_group(const Queries& queries, uint32_t group,
+                                Fragment (&q)[Shape::kRowTiles][4]);
+  template <class Columns>
+  KVM_GPU static void add_group(const Fragment (&q)[Shape::kRowTiles][4], SharedAddress from,
+                                const Columns& own, uint32_t sixteen, uint32_t group, Scores& s);
 };
 
 // The state of rows as the shape's keys and values need it.
@@ -185,69 +202,122 @@ struct StepsOfColumns {
     }
   }
   // Of the group that was begun last.
-  KVM_GPU uint32_t word(uint32_t tile, uint32_t column, uint32_t group) const {
-    return of[tile][column][kAtOnce ? group : 0];
+  KVM_GPU float scale(uint32_t tile, uint32_t column, uint32_t group) const {
+    return scale_of_steps(of[tile][column][kAtOnce ? group : 0]);
+  }
+  KVM_GPU float zero(uint32_t tile, uint32_t column, uint32_t group) const {
+    return zero_of_steps(of[tile][column][kAtOnce ? group : 0]);
   }
 };
 
-// First what zeros add to scores, in one product of bf16, which has their range: a lane of
-// B has one zero for all three parts of the sum of a group's queries.
+// Steps of the keys or the values of a tile as words [token][group].
+template <uint32_t kGroups>
+struct StepsByToken {
+  SharedAddress at;
+
+  KVM_GPU SharedAddress word_at(uint32_t token, uint32_t group) const {
+    return at + (token * kGroups + group) * 4;
+  }
+  KVM_GPU uint32_t zero_word(uint32_t eight) const {
+    return load_shared<uint32_t>(word_at(lane_id() / 4, lane_id() % kGroups) +
+                                 eight * 8 * kGroups * 4);
+  }
+  KVM_GPU StepsOfColumns<kGroups> columns(uint32_t sixteen) const {
+    return StepsOfColumns<kGroups>(at + sixteen * 16 * kGroups * 4);
+  }
+};
+
 template <class Shape>
 template <class Queries>
-KVM_GPU void CodeRows<Shape>::scores(const Queries& queries, SharedAddress keys,
-                                     SharedAddress steps, SharedAddress sums, float scale_log2,
-                                     Scores& s) {
+KVM_GPU void CodeRows<Shape>::get_group(const Queries& queries, uint32_t group,
+                                        Fragment (&q)[Shape::kRowTiles][4]) {
+#pragma unroll
+  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+    for (uint32_t step = 0; step < 4; ++step) {
+      q[t][step] = queries.get(t, 4 * group + step);
+    }
+  }
+}
+
+// Adds what a group of channels makes with 16 keys, of which a lane has a row at `from`.
+template <class Shape>
+template <class Columns>
+KVM_GPU void CodeRows<Shape>::add_group(const Fragment (&q)[Shape::kRowTiles][4],
+                                        SharedAddress from, const Columns& own, uint32_t sixteen,
+                                        uint32_t group, Scores& s) {
+  uint32_t b[4];
+  load_matrix_x4(b, from);
+  float part[Shape::kRowTiles][2][4] = {};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    uint32_t codes[4];
+    part_codes(b[i], codes);
+#pragma unroll
+    for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+      const uint32_t step = i % 2 * 2;
+      mma_16x8x16<Shape::kOperand>(part[t][i / 2], q[t][step].words, codes[0], codes[1]);
+      mma_16x8x16<Shape::kOperand>(part[t][i / 2], q[t][step + 1].words, codes[2], codes[3]);
+    }
+  }
+#pragma unroll
+  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        s[t][sixteen * 2 + h][i] += own.scale(h, i % 2, group) * part[t][h][i];
+      }
+    }
+  }
+}
+
+// What zeros add to scores is one product of bf16, which has their range: a lane of B has one zero
+// for all three parts of the sum of a group's queries.
+template <class Shape>
+template <class Queries, class Steps>
+KVM_GPU void CodeRows<Shape>::scores(const Queries& queries, SharedAddress keys, const Steps& steps,
+                                     SharedAddress sums, float scale_log2, Scores& s) {
   constexpr uint32_t kGroups = Shape::kGroups;
+  const SharedAddress at = first_keys<Shape>(keys);
+  if constexpr (Queries::kAreLoaded) {
+#pragma unroll
+    for (uint32_t g = 0; g < kGroups; ++g) {
+      Fragment q[Shape::kRowTiles][4];
+      get_group(queries, g, q);
+#pragma unroll
+      for (uint32_t n = 0; n < Shape::kTile / 16; ++n) {
+        auto own = steps.columns(n);
+        own.begin_group(g);
+        add_group(q, moved<Shape>(at, n * 16, g * 2), own, n, g, s);
+      }
+    }
+  } else {
+#pragma unroll
+    for (uint32_t n = 0; n < Shape::kTile / 16; ++n) {
+      auto own = steps.columns(n);
+#pragma unroll
+      for (uint32_t g = 0; g < kGroups; ++g) {
+        own.begin_group(g);
+        Fragment q[Shape::kRowTiles][4];
+        get_group(queries, g, q);
+        add_group(q, moved<Shape>(at, n * 16, g * 2), own, n, g, s);
+      }
+    }
+  }
   uint32_t q_sums[Shape::kRowTiles][4];
 #pragma unroll
   for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
     const Word4 own = load_shared<Word4>(sums_at(sums, t));
     q_sums[t][0] = own.x, q_sums[t][1] = own.y, q_sums[t][2] = own.z, q_sums[t][3] = own.w;
   }
-  const SharedAddress zeros = steps + (lane_id() / 4 * kGroups + lane_id() % kGroups) * 4;
-  const SharedAddress at = first_keys<Shape>(keys);
 #pragma unroll
-  for (uint32_t n = 0; n < Shape::kTile / 16; ++n) {
+  for (uint32_t column = 0; column < Shape::kTile / 8; ++column) {
+    const uint32_t word = steps.zero_word(column);
+    const uint32_t twice = permute_bytes<0x3232>(word, 0), once = permute_bytes<0x5432>(word, 0);
 #pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) {
-      const uint32_t column = n * 2 + h;
-      const uint32_t word = load_shared<uint32_t>(zeros + column * 8 * kGroups * 4);
-      const uint32_t twice = permute_bytes<0x3232>(word, 0), once = permute_bytes<0x5432>(word, 0);
-#pragma unroll
-      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-        mma_16x8x16<Element::kBf16>(s[t][column], q_sums[t], twice, once);
-      }
-    }
-    StepsOfColumns<kGroups> own(steps + n * 16 * kGroups * 4);
-#pragma unroll
-    for (uint32_t g = 0; g < kGroups; ++g) {
-      own.begin_group(g);
-      uint32_t b[4];
-      load_matrix_x4(b, moved<Shape>(at, n * 16, g * 2));
-      float part[Shape::kRowTiles][2][4] = {};
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        uint32_t codes[4];
-        part_codes(b[i], codes);
-#pragma unroll
-        for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-          const uint32_t step = 4 * g + i % 2 * 2;
-          mma_16x8x16<Shape::kOperand>(part[t][i / 2], queries.get(t, step).words, codes[0],
-                                       codes[1]);
-          mma_16x8x16<Shape::kOperand>(part[t][i / 2], queries.get(t, step + 1).words, codes[2],
-                                       codes[3]);
-        }
-      }
-#pragma unroll
-      for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-#pragma unroll
-        for (uint32_t h = 0; h < 2; ++h) {
-#pragma unroll
-          for (uint32_t i = 0; i < 4; ++i) {
-            s[t][n * 2 + h][i] += scale_of_steps(own.word(h, i % 2, g)) * part[t][h][i];
-          }
-        }
-      }
+    for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
+      mma_16x8x16<Element::kBf16>(s[t][column], q_sums[t], twice, once);
     }
   }
 #pragma unroll
@@ -263,14 +333,14 @@ KVM_GPU void CodeRows<Shape>::scores(const Queries& queries, SharedAddress keys,
   }
 }
 
-// What a maximum has of the value of this lane's token. broken: a step of it is not a number.
-template <class Shape>
-KVM_GPU float CodeRows<Shape>::own_log_steps(SharedAddress steps, bool* broken) {
-  const SharedAddress at = steps + lane_id() % Shape::kTile * Shape::kGroups * 4;
+// What a maximum has of the value of this lane's token of a warp's own tile. broken: a step of it
+// is not a number.
+template <uint32_t kTile, uint32_t kGroups>
+KVM_GPU float own_log_steps(const StepsByToken<kGroups>& steps, bool* broken) {
   float top = 0.0f, sum = 0.0f;
 #pragma unroll
-  for (uint32_t g = 0; g < Shape::kGroups; ++g) {
-    const uint32_t own = load_shared<uint32_t>(at + g * 4);
+  for (uint32_t g = 0; g < kGroups; ++g) {
+    const uint32_t own = load_shared<uint32_t>(steps.word_at(lane_id() % kTile, g));
     const float scale = scale_of_steps(own), zero = fabsf(zero_of_steps(own)) * 0x1p-4f;
     top = fmaxf(top, fmaxf(scale, zero));
     sum += scale + zero;
@@ -279,20 +349,16 @@ KVM_GPU float CodeRows<Shape>::own_log_steps(SharedAddress steps, bool* broken) 
   return bounded_log_scale(top);
 }
 
-// Of a tile with values that are not numbers: rows that see one have it in their sum of zeros, and
-// its steps become 0, for no weight makes them harmless to the other rows. Rarely called, so that
-// add_values need not ask.
 template <class Shape>
-KVM_GPU void CodeRows<Shape>::take_out_broken(SharedAddress steps, const Scores& s) {
-  constexpr uint32_t kGroups = Shape::kGroups;
+template <class WordAt>
+KVM_GPU void CodeRows<Shape>::note_broken(WordAt word_at, const Scores& s) {
 #pragma unroll
   for (uint32_t n = 0; n < Shape::kTile / 8; ++n) {
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      const SharedAddress at = steps + (n * 8 + lane_id() % 4 * 2 + i) * kGroups * 4;
 #pragma unroll
-      for (uint32_t g = 0; g < kGroups; ++g) {
-        const uint32_t own = load_shared<uint32_t>(at + g * 4);
+      for (uint32_t g = 0; g < Shape::kGroups; ++g) {
+        const uint32_t own = load_shared<uint32_t>(word_at(n * 8 + lane_id() % 4 * 2 + i, g));
         const float sum = scale_of_steps(own) + zero_of_steps(own);
 #pragma unroll
         for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
@@ -306,14 +372,24 @@ KVM_GPU void CodeRows<Shape>::take_out_broken(SharedAddress steps, const Scores&
       }
     }
   }
+}
+
+// Of a warp's own tile with values that are not numbers: rows that see one have it in their sum of
+// zeros, and its steps become 0, for no weight makes them harmless to the other rows. Rarely
+// called, so that add_values need not ask.
+template <class Shape>
+KVM_GPU void take_out_broken(CodeRows<Shape>& rows, const StepsByToken<Shape::kGroups>& steps,
+                             const typename CodeRows<Shape>::Scores& s) {
+  rows.note_broken([steps](uint32_t token, uint32_t group) { return steps.word_at(token, group); },
+                   s);
   sync_warp();
-  const SharedAddress own_at = steps + lane_id() % Shape::kTile * kGroups * 4;
 #pragma unroll
-  for (uint32_t g = 0; g < kGroups; ++g) {
-    const uint32_t own = load_shared<uint32_t>(own_at + g * 4);
+  for (uint32_t g = 0; g < Shape::kGroups; ++g) {
+    const SharedAddress own_at = steps.word_at(lane_id() % Shape::kTile, g);
+    const uint32_t own = load_shared<uint32_t>(own_at);
     const float sum = scale_of_steps(own) + zero_of_steps(own);
     if (sum != sum && lane_id() < Shape::kTile) {
-      store_shared(own_at + g * 4, uint32_t{0});
+      store_shared(own_at, uint32_t{0});
     }
   }
   sync_warp();
@@ -323,15 +399,15 @@ KVM_GPU void CodeRows<Shape>::take_out_broken(SharedAddress steps, const Scores&
 // part_codes makes of it are the B fragments of 4 tiles of results, of channels 4 u + j for column
 // u of tile j.
 template <class Shape>
-KVM_GPU void CodeRows<Shape>::add_values(SharedAddress values, SharedAddress steps,
+template <class Steps>
+KVM_GPU void CodeRows<Shape>::add_values(SharedAddress values, const Steps& steps,
                                          const Scores& s) {
-  constexpr uint32_t kGroups = Shape::kGroups;
   const SharedAddress at = first_values<Shape>(values);
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kTile / 16; ++k) {
-    StepsOfColumns<kGroups> own(steps + k * 16 * kGroups * 4);
+    auto own = steps.columns(k);
 #pragma unroll
-    for (uint32_t g = 0; g < kGroups; ++g) {
+    for (uint32_t g = 0; g < Shape::kGroups; ++g) {
       own.begin_group(g);
       uint32_t a[Shape::kRowTiles][4];
 #pragma unroll
@@ -340,11 +416,10 @@ KVM_GPU void CodeRows<Shape>::add_values(SharedAddress values, SharedAddress ste
         for (uint32_t i = 0; i < 4; ++i) {
           // Columns of score tile 2 k + i / 2, in the upper rows or the lower ones.
           const float* const weight = &s[t][2 * k + i / 2][i % 2 * 2];
-          const uint32_t left = own.word(i / 2, 0, g), right = own.word(i / 2, 1, g);
-          a[t][i] = pack<Shape::kOperand>(weight[0] * scale_of_steps(left),
-                                          weight[1] * scale_of_steps(right));
-          z[t][i % 2][g] += weight[0] * zero_of_steps(left);
-          z[t][i % 2][g] += weight[1] * zero_of_steps(right);
+          a[t][i] = pack<Shape::kOperand>(weight[0] * own.scale(i / 2, 0, g),
+                                          weight[1] * own.scale(i / 2, 1, g));
+          z[t][i % 2][g] += weight[0] * own.zero(i / 2, 0, g);
+          z[t][i % 2][g] += weight[1] * own.zero(i / 2, 1, g);
         }
       }
       uint32_t b[4];

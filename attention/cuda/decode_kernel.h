@@ -280,12 +280,14 @@ KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, const PageCla
                                             uint32_t piece, SharedAddress stage,
                                             uint32_t token_first, bool weighted) {
   const SharedAddress scales = stage + 2 * Shape::kPlaneBytes;
+  [[maybe_unused]] const StepsByToken<Shape::kGroups> key_steps{scales};
+  [[maybe_unused]] const StepsByToken<Shape::kGroups> value_steps{scales + Shape::kScaleBytes};
   Scores s = {};
   Columns columns;
   bool broken = false;
   if constexpr (Shape::kStepped) {
-    rows.scores(queries, stage, scales, sums(), p.scale_log2, s);
-    columns.spread(Rows::own_log_steps(scales + Shape::kScaleBytes, &broken));
+    rows.scores(queries, stage, key_steps, sums(), p.scale_log2, s);
+    columns.spread(own_log_steps<Shape::kTile>(value_steps, &broken));
   } else {
     rows.scores(queries, stage, s);
     if constexpr (Shape::kScaled) {
@@ -309,9 +311,9 @@ KVM_GPU void WarpTask<Shape>::evaluate_tile(const DecodeParams& p, const PageCla
   }
   if constexpr (Shape::kStepped) {
     if (any_lane(broken)) {
-      rows.take_out_broken(scales + Shape::kScaleBytes, s);
+      take_out_broken(rows, value_steps, s);
     }
-    rows.add_values(stage + Shape::kPlaneBytes, scales + Shape::kScaleBytes, s);
+    rows.add_values(stage + Shape::kPlaneBytes, value_steps, s);
   } else {
     rows.add_values(stage + Shape::kPlaneBytes, s);
   }

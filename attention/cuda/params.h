@@ -241,13 +241,9 @@ constexpr bool is_head_dim_on_devices(CodecId codec, uint32_t dim) {
 // Rows of a block of the prefill kernel, whatever the codec and the dim.
 inline constexpr uint32_t kPrefillRows = 128;
 
-// Says whether the prefill kernel has them. It has no rows of 4 bits: of a tile with a step that is
-// not a number, the warp that reads the tile takes it out, and here all warps read it. Nor bytes of
-// 80 channels: a warp copies 32 rows of them at least, which makes tiles of 128 tokens for four
-// warps and 256 for eight, whose scores registers do not hold. Nor latent rows.
+// Says whether the prefill kernel has them: all but latent rows.
 constexpr bool is_prefill_on_devices(CodecId codec, uint32_t dim) {
-  return codec != codecs::kI4 && is_head_dim_on_devices(codec, dim) &&
-         (dim != 80 || codecs::codec_of(codec).bits() == 16);
+  return is_head_dim_on_devices(codec, dim);
 }
 
 // A DecodeKernel names one kernel: codec of K and V; channels of K; rows of a block:

@@ -92,53 +92,71 @@ struct ShapeOf<kElement, 256, 1, 4> {
 // what an H200 has to give (modelled, docs/gpu.md). Warps of 32 rows read a tile half as often from
 // shared memory as those of 16; from 192 channels on they have no room in the registers. The last
 // number is of the steps of queries that have.
-template <Element kElement, uint32_t kDim, bool kScaled = kIsScaled<kElement>>
+template <Element kElement, uint32_t kDim, uint32_t kBits = kElementBits<kElement>>
 struct PrefillShapeOf;
 template <Element kElement>
-struct PrefillShapeOf<kElement, 64, false> {
+struct PrefillShapeOf<kElement, 64, 16> {
   using Type = PrefillShape<kElement, 64, 64, 3, 4, 2, 4>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 80, false> {
+struct PrefillShapeOf<kElement, 80, 16> {
   using Type = PrefillShape<kElement, 80, 64, 2, 4, 2, 0>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 96, false> {
+struct PrefillShapeOf<kElement, 96, 16> {
   using Type = PrefillShape<kElement, 96, 64, 2, 4, 2, 0>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 128, false> {
+struct PrefillShapeOf<kElement, 128, 16> {
   using Type = PrefillShape<kElement, 128, 32, 3, 4, 2, 2>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 192, false> {
+struct PrefillShapeOf<kElement, 192, 16> {
   using Type = PrefillShape<kElement, 192, 32, 4, 8, 1, 12>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 256, false> {
+struct PrefillShapeOf<kElement, 256, 16> {
   using Type = PrefillShape<kElement, 256, 32, 2, 8, 1, 10>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 64, true> {
+struct PrefillShapeOf<kElement, 64, 8> {
   using Type = PrefillShape<kElement, 64, 64, 3, 4, 2, 4>;
 };
-// A warp copies 16 of these rows at least: of four warps with 32 rows each, tiles are of 64 tokens,
-// whose scores would spill.
+// Of these rows a warp copies 32 at least: of K or of V.
 template <Element kElement>
-struct PrefillShapeOf<kElement, 96, true> {
+struct PrefillShapeOf<kElement, 80, 8> {
+  using Type = PrefillShape<kElement, 80, 64, 3, 4, 2, 0>;
+};
+// And 16 of these: of four warps with 32 rows each, tiles are of 64 tokens, whose scores would
+// spill.
+template <Element kElement>
+struct PrefillShapeOf<kElement, 96, 8> {
   using Type = PrefillShape<kElement, 96, 128, 2, 8, 1, 6>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 128, true> {
+struct PrefillShapeOf<kElement, 128, 8> {
   using Type = PrefillShape<kElement, 128, 32, 4, 4, 2, 2>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 192, true> {
+struct PrefillShapeOf<kElement, 192, 8> {
   using Type = PrefillShape<kElement, 192, 64, 2, 8, 1, 0>;
 };
 template <Element kElement>
-struct PrefillShapeOf<kElement, 256, true> {
+struct PrefillShapeOf<kElement, 256, 8> {
   using Type = PrefillShape<kElement, 256, 32, 3, 8, 1, 8>;
+};
+// Of 4 bits a warp copies as many rows as there are lanes for their steps, 16 of 64 channels.
+template <Element kElement>
+struct PrefillShapeOf<kElement, 64, 4> {
+  using Type = PrefillShape<kElement, 64, 64, 3, 4, 2, 4>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 128, 4> {
+  using Type = PrefillShape<kElement, 128, 32, 4, 4, 2, 0>;
+};
+template <Element kElement>
+struct PrefillShapeOf<kElement, 256, 4> {
+  using Type = PrefillShape<kElement, 256, 32, 3, 8, 1, 4>;
 };
 
 template <class Shape>
@@ -249,8 +267,9 @@ template <Element kElement, class Visit>
 bool visit_prefill_dim(uint32_t dim, Visit visit) {
   bool known = false;
   visit_value_dim(dim, [&]<class Tag>(Tag) {
-    if constexpr (Tag::kDim <= 256 && !kHasSteps<kElement> &&
-                  !(kIsScaled<kElement> && Tag::kDim == 80)) {
+    constexpr bool kIsThere = Tag::kDim == 64 || Tag::kDim == 128 || Tag::kDim == 256 ||
+                              (Tag::kDim <= 256 && !kHasSteps<kElement>);
+    if constexpr (kIsThere) {
       using Shape = typename PrefillShapeOf<kElement, Tag::kDim>::Type;
       static_assert(Shape::kRows == kPrefillRows);
       visit(Shape{});

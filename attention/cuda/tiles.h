@@ -135,8 +135,9 @@ KVM_GPU Place look_up(const DecodeParams& p, const Work& work, uint32_t token_fi
 // Begins copying kTokens rows of K and of V, of the page that `page` is for this lane, to the rows
 // from `first` on of the stage at `to`. Tokens that the piece does not have become zero rows: a row
 // of V that is multiplied by a weight of 0 must not hold a NaN. n_tokens: that the piece has from
-// the first of these on. REQUIRES: `first` is a multiple of kTokens.
-template <class Shape, uint32_t kTokens>
+// the first of these on. kPlanes: 1 copies one plane alone, of V where `page` and `to` are those of
+// V. REQUIRES: `first` is a multiple of kTokens.
+template <class Shape, uint32_t kTokens, uint32_t kPlanes = 2>
 KVM_GPU void copy_rows(const PageClass& of, const uint8_t* page, const Place& place,
                        SharedAddress to, uint32_t first, uint32_t n_tokens) {
   constexpr uint32_t kChunks = Shape::kRowChunks;
@@ -153,7 +154,7 @@ KVM_GPU void copy_rows(const PageClass& of, const uint8_t* page, const Place& pl
     // The rows are one stretch of the plane, of which each lane takes every 32nd chunk.
     const uint32_t start = place.row * kChunks + (lane_id() - lane_id() % kTokens * kChunks);
     const uint8_t* k = page + static_cast<uint64_t>(start) * 16;
-    const uint8_t* v = k + of.v_offset_bytes;
+    [[maybe_unused]] const uint8_t* v = k + of.v_offset_bytes;
 #pragma unroll
     for (uint32_t rows = 0; rows < kTokens; rows += Shape::kStepRows) {
 #pragma unroll
@@ -161,7 +162,9 @@ KVM_GPU void copy_rows(const PageClass& of, const uint8_t* page, const Place& pl
         const SharedAddress there = moved<Shape>(at[part], rows, 0);
         const uint32_t offset = part * 512 + rows * Shape::kRowBytes;
         copy_async_16(there, k + offset);
-        copy_async_16(there + Shape::kPlaneBytes, v + offset);
+        if constexpr (kPlanes == 2) {
+          copy_async_16(there + Shape::kPlaneBytes, v + offset);
+        }
       }
     }
   } else {
@@ -176,7 +179,9 @@ KVM_GPU void copy_rows(const PageClass& of, const uint8_t* page, const Place& pl
         const auto* k =
             reinterpret_cast<const uint8_t*>(shuffle(own, rows + row[part])) + chunk[part] * 16;
         copy_async_16(there, k, valid);
-        copy_async_16(there + Shape::kPlaneBytes, k + of.v_offset_bytes, valid);
+        if constexpr (kPlanes == 2) {
+          copy_async_16(there + Shape::kPlaneBytes, k + of.v_offset_bytes, valid);
+        }
       }
     }
   }

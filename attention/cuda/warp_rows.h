@@ -60,6 +60,7 @@ struct NoScales {
 // Queries that a warp keeps in registers.
 template <class Shape>
 struct RegisterQueries {
+  static constexpr bool kAreLoaded = false;  // at every get
   static constexpr uint32_t kSteps = Shape::kDim / 16;
   Fragment all[Shape::kRowTiles][kSteps];
 

@@ -231,8 +231,8 @@ class Bench {
     }
   }
 
-  // Prompts, suffixes behind a prefix, few rows behind a long context. Of rows of bytes the memory
-  // holds such.
+  // Prompts, suffixes behind a prefix, few rows behind a long context. Of narrow rows the memory
+  // holds bytes.
   void prefills(CodecId codec) {
     struct Suffix {
       uint32_t n_query, length, batch;
@@ -305,6 +305,7 @@ int run_bench(const Args& args) {
   bench.narrow();
   bench.prefills(CodecId::kI8);
   bench.prefills(CodecId::kF8);
+  bench.prefills(codecs::kI4);
   return bars_missed() == missed ? 0 : 1;
 }
 

@@ -105,7 +105,8 @@ void add_prefills(Add add_case) {
     spec.name = "prefill" + std::string(spec.name.empty() ? "" : ", ") + spec.name;
     add_case(spec);
   };
-  for (const CodecId codec : {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8}) {
+  for (const CodecId codec :
+       {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8, codecs::kI4}) {
     const bool scaled = codecs::codec_of(codec).is_scaled();
     for (const uint32_t dim : kHeadDims) {
       if (!is_prefill_on_devices(codec, dim)) {
@@ -168,15 +169,31 @@ void add_prefills(Add add_case) {
            .uneven = uneven,
            .far = uneven ? 0 : 100});
     }
-    add({.name = "not numbers",
-         .codec = codec,
-         .group = 2,
-         .n_query = 70,
-         .page_tokens = 1000,
-         .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 4, .window = 30}},
-         .lengths = {152, 70, 105},
-         .blocks = 3,
-         .not_numbers = true});
+    for (const uint32_t dim : {64u, 80u, 128u, 256u}) {
+      if (codec == codecs::kI4 ? dim != 80 : dim == 80 || dim == 128) {
+        add({.name = "not numbers",
+             .codec = codec,
+             .dim = dim,
+             .group = 2,
+             .n_query = 70,
+             .page_tokens = 1000,
+             .classes = {{.n_heads = 2}, {.n_heads = 1, .sinks = 4, .window = 30}},
+             .lengths = {152, 70, 105},
+             .blocks = 3,
+             .not_numbers = true});
+      }
+    }
+    if (codec != codecs::kI4) {
+      add({.name = "weights",
+           .codec = codec,
+           .dim = 80,
+           .group = 4,
+           .n_query = 40,
+           .page_tokens = 33,
+           .lengths = {333, 40},
+           .weights = Weights::kHidden,
+           .uneven = true});
+    }
     add({.name = "large queries",
          .codec = codec,
          .group = 1,
@@ -206,12 +223,14 @@ void add_prefills(Add add_case) {
   }
   // Lengths around the edges of tiles and pages; one token.
   for (const uint32_t length : {1u, 2u, 31u, 32u, 33u, 63u, 64u, 65u, 128u, 129u}) {
-    add({.codec = CodecId::kF16,
-         .dim = length % 2 == 0 ? 128u : 64u,
-         .group = 3,
-         .n_query = std::min(length, 30u),
-         .classes = {{.n_heads = 2}},
-         .lengths = {length, length + 64}});
+    for (const CodecId codec : {CodecId::kF16, codecs::kI4}) {
+      add({.codec = codec,
+           .dim = length % 2 == 0 ? 128u : 64u,
+           .group = 3,
+           .n_query = std::min(length, 30u),
+           .classes = {{.n_heads = 2}},
+           .lengths = {length, length + 64}});
+    }
   }
   for (const uint32_t page : {1u, 8u, 100u, 1000u}) {
     for (const uint32_t dim : {80u, 128u}) {
@@ -392,7 +411,7 @@ void add_late(Add add_case) {
        .missing = {0, 700, 20},
        .blocks = 6,
        .sinks = true});
-  for (const CodecId codec : {CodecId::kF16, CodecId::kI8}) {
+  for (const CodecId codec : {CodecId::kF16, CodecId::kI8, codecs::kI4}) {
     add({.name = "prefill",
          .codec = codec,
          .dim = 64,
@@ -1090,7 +1109,10 @@ uint16_t Case::scale_of(uint32_t sequence, uint32_t kv_head, uint32_t position, 
                      : spec_.codec == CodecId::kI8 ? 1.0f / 31.0f
                                                    : 1.0f / 110.0f;
   const float factor = 0.5f + static_cast<float>(bits & 0xffff) / 65536.0f;
-  if (spec_.not_numbers && position % 50 == 49 && is_v == (position % 100 == 99)) {
+  // Of a value of 4 bits in one group alone.
+  const bool is_its_group =
+      !of_groups || !is_v || (position / 100 + kv_head) % (spec_.dim / kGroup) == group;
+  if (spec_.not_numbers && position % 50 == 49 && is_v == (position % 100 == 99) && is_its_group) {
     return f32_to_bf16(std::numeric_limits<float>::quiet_NaN());
   }
   if (!is_v) {
@@ -1534,7 +1556,6 @@ Case::Errors Case::errors() {
   const uint32_t size = dtype_size_bytes(spec_.dtype_o);
   for (size_t row = 0; row < ref_lse_.size(); ++row) {
     double wrong = 0, right = 0;
-    const bool broken = std::isnan(ref_o_[row * dim_v]);
     for (uint32_t i = 0; i < stride; ++i) {
       const uint8_t* at = o.data() + (row * stride + i) * size;
       uint32_t bits = 0;
@@ -1547,7 +1568,7 @@ Case::Errors Case::errors() {
                                ? std::bit_cast<float>(bits)
                                : widen(static_cast<uint16_t>(bits), spec_.dtype_o);
       const double expected = ref_o_[row * dim_v + i];
-      if (broken) {
+      if (std::isnan(expected)) {
         wrong = std::isnan(value) && bits != (size == 2 ? kNan16 : UINT32_MAX) ? wrong : kWrong;
         continue;
       }

@@ -61,7 +61,9 @@ struct CaseSpec {
   bool uneven = false;   // values of very different sizes, some of them 0; likewise
   // Values of 2^far and 2^-far times the size, 64 tokens of these and 64 of those; likewise.
   int far = 0;
-  bool not_numbers = false;  // every 50th token has a K or a V that is not a number; likewise
+  // Every 50th token has a K or a V that is not a number, of 64 channels alone where a V is of 4
+  // bits; likewise.
+  bool not_numbers = false;
   bool reads_lse = true;
 
   // Of the shipped kernel for it.

@@ -293,27 +293,24 @@ INSTANTIATE_TEST_SUITE_P(All, DevicePrefills,
                                            Shape{"int8_d64_group16", KVM_CODEC_I8, 64, 16, 1, 256},
                                            Shape{"fp8_d96", KVM_CODEC_F8E4M3, 96, 2, 1, 100},
                                            Shape{"int8_d192_group2", KVM_CODEC_I8, 192, 2, 1, 100},
-                                           Shape{"fp8_d256", KVM_CODEC_F8E4M3, 256, 2, 1, 65536}),
+                                           Shape{"fp8_d256", KVM_CODEC_F8E4M3, 256, 2, 1, 65536},
+                                           Shape{"int8_d80_group3", KVM_CODEC_I8, 80, 3, 1, 100},
+                                           Shape{"int4_d64_group16", KVM_CODEC_I4, 64, 16, 1, 256},
+                                           Shape{"int4_d128_group4", KVM_CODEC_I4, 128, 4, 1, 67},
+                                           Shape{"int4_d256", KVM_CODEC_I4, 256, 2, 1, 65536}),
                          [](const auto& param) { return param.param.name; });
 
-// The prefill kernel has not all rows that the decode kernel has.
-TEST(DeviceTest, PromptsOfRowsThatTheirKernelHasNotAreRefused) {
-  Geometry of_4_bits, bytes_of_80;
-  of_4_bits.codec = KVM_CODEC_I4;
-  bytes_of_80.codec = KVM_CODEC_I8;
-  bytes_of_80.dim = 80;
-  for (const Geometry& geometry : {of_4_bits, bytes_of_80, latent_geometry(16)}) {
-    FakeOptions options;
-    options.emulate = false;
-    Rig rig(options, geometry);
-    kvm_cuda_batch_params params = rig.batch_params(1, 100, 65);
-    kvm_cuda_batch* batch = nullptr;
-    EXPECT_EQ(kvm_cuda_batch_create(rig.client(), &params, &batch), KVM_ERR_UNSUPPORTED);
-    EXPECT_NE(std::string(kvm_last_error()).find("it is at most 64"), std::string::npos)
-        << kvm_last_error();
-    params.max_query = 64;
-    rig.batch(params);
-  }
+TEST(DeviceTest, PromptsOfLatentRowsAreRefused) {
+  FakeOptions options;
+  options.emulate = false;
+  Rig rig(options, latent_geometry(16));
+  kvm_cuda_batch_params params = rig.batch_params(1, 100, 65);
+  kvm_cuda_batch* batch = nullptr;
+  EXPECT_EQ(kvm_cuda_batch_create(rig.client(), &params, &batch), KVM_ERR_UNSUPPORTED);
+  EXPECT_NE(std::string(kvm_last_error()).find("it is at most 64"), std::string::npos)
+      << kvm_last_error();
+  params.max_query = 64;
+  rig.batch(params);
 }
 
 // Layer 0 and 1 have a head with sinks and a window, 1 a window of its own, 3 reads the keys of 0.

@@ -114,10 +114,12 @@ def round_of_loop(code, n_copies, n_products):
 
 def per_product(code, element_bits, dim, tile, warps, row_tiles):
     """Instructions for each matrix product of the prefill kernel, whose warps share the copies of a
-    tile, to a hundredth; None if the loop has not been found."""
+    tile, to a hundredth; None if the loop has not been found. Of rows of 4 bits the products that
+    zeros take are instructions like others."""
     n_copies = 2 * tile * dim * element_bits // (8 * warps * 16 * LANES)
     n_products = 2 * row_tiles * (tile // 8) * (dim // 16)
-    way = round_of_loop(code, n_copies, n_products)
+    n_of_zeros = row_tiles * (tile // 8) if element_bits == 4 else 0
+    way = round_of_loop(code, n_copies, n_products + n_of_zeros)
     return round(len(way) / n_products, 2) if way else None
 
 
