@@ -27,10 +27,12 @@ using attention::gpu::Merge;
 using attention::gpu::MergeParams;
 using attention::gpu::PageClass;
 using attention::gpu::PlanCounts;
+using attention::gpu::PlanOptions;
 using attention::gpu::ReadParams;
 using attention::gpu::Request;
 using attention::gpu::ScatterParams;
 using attention::gpu::Sight;
+using attention::gpu::Tail;
 using attention::gpu::WordRun;
 using attention::gpu::Work;
 
@@ -163,7 +165,7 @@ Status Batch::size_kind(Kind* kind) const {
     return Status(KVM_ERR_UNSUPPORTED, "a layer has " + number(kind->classes.size()) +
                                            " head classes; a device takes " + number(kMaxClasses));
   }
-  uint64_t n_items = 0, n_heads_of_items = 0;
+  uint64_t n_items = 0, n_heads_of_items = 0, n_tokens = 0;
   for (const ClassLayout& of : kind->classes) {
     const auto n_heads = static_cast<uint32_t>(of.kv_heads.size());
     const tiers::SlabClass lies = space_->slab_class(n_heads);
@@ -188,16 +190,23 @@ Status Batch::size_kind(Kind* kind) const {
     }
     const bool rows_apart = per_row(*kind) && (kind->window != 0 || of.n_recent != 0);
     // An item may be taken row by row or, while it is short, as one.
-    n_items += n_heads * (rows_apart ? std::max(uint64_t{options_.max_items} * options_.max_query,
-                                                max_row_blocks(*kind))
-                                     : max_row_blocks(*kind));
+    const uint64_t n_items_of =
+        n_heads * (rows_apart ? std::max(uint64_t{options_.max_items} * options_.max_query,
+                                         max_row_blocks(*kind))
+                              : max_row_blocks(*kind));
+    n_items += n_items_of;
+    n_tokens += n_items_of * options_.max_tokens;
     n_heads_of_items += uint64_t{options_.max_items} * n_heads;
   }
-  // Speed: every cut is the end of a block. Reproducible: items are cut by their length; those of
-  // the prefill kernel by it and their rows, so an item's blocks of rows that are cut at all make
-  // at most twice as many pieces as one of them would.
+  // Speed: every cut is the end of a block, or the tail's; a piece that this one cuts off is a
+  // state more, and what is left of an item that nothing else cuts another one. Reproducible: items
+  // are cut by their length; those of the prefill kernel by it and their rows, so an item's blocks
+  // of rows that are cut at all make at most twice as many pieces as one of them would.
   const uint64_t fixed_pieces = div_up(options_.max_tokens, kFixedTokens);
-  uint64_t pieces = n_items + blocks_, slots = 2 * uint64_t{blocks_};
+  kind->tail_cuts = most_tail_cuts(n_tokens, plan_options(*kind));
+  uint64_t pieces = n_items + blocks_ + kind->tail_cuts;
+  uint64_t slots =
+      2 * uint64_t{blocks_} + kind->tail_cuts + std::min<uint64_t>(kind->tail_cuts, n_items);
   if (options_.reproducible) {
     slots = is_prefill() ? n_heads_of_items * 2 * fixed_pieces
                          : n_items * std::min<uint64_t>(kMaxMergeSlots, fixed_pieces);
@@ -211,8 +220,9 @@ Status Batch::size_kind(Kind* kind) const {
                                            " rows to append a layer; allowed are " + number(kMost));
   }
   kind->work_capacity = static_cast<uint32_t>(pieces + blocks_);
-  kind->merge_capacity =
-      static_cast<uint32_t>(options_.reproducible ? n_items : std::min<uint64_t>(n_items, blocks_));
+  kind->merge_capacity = static_cast<uint32_t>(
+      options_.reproducible ? n_items
+                            : std::min<uint64_t>(n_items, uint64_t{blocks_} + kind->tail_cuts));
   kind->slot_capacity = static_cast<uint32_t>(slots);
   kind->token_capacity = static_cast<uint32_t>(tokens);
   kind->merge_rows = max_merge_rows(*kind);
@@ -249,6 +259,7 @@ Status Batch::lay_out() {
     kind.heads_at = take_changing(round_up(kind.heads.size() * sizeof(uint16_t), 4));
     kind.n_merges_at = take_changing(sizeof(uint32_t));
     kind.n_tokens_at = take_changing(sizeof(uint32_t));
+    kind.tail_at = take_changing(kind.tail_cuts != 0 ? sizeof(Tail) : 0);
   }
   // Behind something, so none of them is 0.
   for (const LayerLayout& layer : space_->layers) {
@@ -509,21 +520,29 @@ void Batch::list_requests(const Kind& kind, std::span<const BatchItem> items) {
   }
 }
 
-Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* message) {
-  list_requests(*kind, items);
-  attention::gpu::PlanOptions options;
+PlanOptions Batch::plan_options(const Kind& kind) const {
+  PlanOptions options;
   options.blocks = blocks_;
   options.block_rows = kernel_.block_rows;
-  options.group = kind->group;
+  options.group = kind.group;
   options.fixed_tokens = options_.reproducible ? kFixedTokens : 0;
   if (is_prefill()) {
-    options.sights = kind->sights;
+    options.sights = kind.sights;
     options.least_tokens = attention::gpu::kLeastPrefillTokens;
   }
+  if (space_->v_in_k()) {
+    options.tail_part = 0;  // its kernel takes none
+  }
   options.max_unsure = options_.max_unsure;
+  return options;
+}
+
+Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* message) {
+  list_requests(*kind, items);
   Work* const work = message->next<Work>();
-  const PlanCounts plan = plan_decode(requests_, kind->page_classes, kind->heads, options, blocks_,
-                                      {work, kind->work_capacity}, &merges_);
+  const PlanCounts plan =
+      plan_decode(requests_, kind->page_classes, kind->heads, plan_options(*kind), blocks_,
+                  {work, kind->work_capacity}, &merges_);
   if (plan.n_work > kind->work_capacity || merges_.size() > kind->merge_capacity ||
       plan.n_slots > kind->slot_capacity) {
     return Status(KVM_ERR_INTERNAL, "a plan of " + number(plan.n_work) + " pieces, " +
@@ -537,8 +556,14 @@ Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* m
   message->end(kind->planned_work_at, work + plan.n_work);
   std::copy(merges_.begin(), merges_.end(),
             message->add<Merge>(kind->planned_merges_at, merges_.size()));
-  kind->n_blocks = plan.n_blocks;
+  // Blocks that have none of the work take what there is of the tail.
+  kind->n_blocks = plan.n_tail != 0 ? blocks_ : plan.n_blocks;
   kind->n_work = plan.n_work;
+  kind->n_tail = plan.n_tail;
+  if (kind->tail_cuts != 0) {
+    // Launches have left 0 of the count; this one is behind all of them.
+    *message->add<Tail>(kind->tail_at, 1) = {plan.n_work - plan.n_tail, plan.n_tail, 0};
+  }
   if (options_.max_unsure != 0) {
     *message->add<uint32_t>(kind->n_work_at, 1) = kind->n_work;
   }
@@ -933,6 +958,9 @@ Status Batch::attend(const AttendCall& call, Stream stream) {
   if (n_blocks != 0) {
     DecodeParams decode = decode_params(call, kind, tensors);
     decode.merge_follows = n_merges != 0;
+    if (captured ? kind.tail_cuts != 0 : kind.n_tail != 0) {
+      decode.tail = reinterpret_cast<Tail*>(device_ + kind.tail_at);
+    }
     KVM_TRY(driver.decode(kernel_, decode, n_blocks, stream));
     ++n_launches_;
   }

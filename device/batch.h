@@ -5,7 +5,8 @@
 // that holds them serves every later step.
 //
 // Device memory:  table [list][item][max_pages], of which a list is of many layers (ListLayout);
-//                 for each kind of layer: work, merges, tokens to append, kv heads; sink logits
+//                 for each kind of layer: work, merges, tokens to append, kv heads, and where
+//                 plans may have a tail, what it is and a count that kernels keep; sink logits
 //                 [layer][q head]; tree masks [query row]; partial states; a message. Where the
 //                 device may know better how long sequences are: work, merges and tokens once
 //                 more, which a kernel makes of those that were planned (lengths_kernel.h).
@@ -144,13 +145,14 @@ class Batch {
     uint32_t merge_capacity = 0;
     uint32_t slot_capacity = 0;
     uint32_t token_capacity = 0;
+    uint32_t tail_cuts = 0;  // pieces that plans' tails may cut off items; 0: they have none
     uint32_t merge_rows = 0;
     // In device memory. What updates write, and what kernels read: the same where lengths are sure.
     uint64_t planned_work_at = 0, planned_merges_at = 0, planned_tokens_at = 0;
     uint64_t work_at = 0, merges_at = 0, tokens_at = 0;
-    uint64_t heads_at = 0, n_work_at = 0, n_merges_at = 0, n_tokens_at = 0;
+    uint64_t heads_at = 0, n_work_at = 0, n_merges_at = 0, n_tokens_at = 0, tail_at = 0;
     // Counts of the last update.
-    uint32_t n_blocks = 0, n_work = 0, n_merges = 0, n_tokens = 0;
+    uint32_t n_blocks = 0, n_work = 0, n_merges = 0, n_tokens = 0, n_tail = 0;
   };
   // A Place is what the table says of an item.
   struct Place {
@@ -172,6 +174,7 @@ class Batch {
   bool is_prefill() const { return kernel_.block_rows == attention::gpu::kPrefillRows; }
   bool per_row(const Kind& kind) const;
   uint64_t max_row_blocks(const Kind& kind) const;
+  attention::gpu::PlanOptions plan_options(const Kind& kind) const;
   uint32_t max_merge_rows(const Kind& kind) const;
 
   Status check_items(std::span<const BatchItem> items);

@@ -2,21 +2,23 @@
 // Exact attention of a few query rows over paged keys and values: the split-KV decode kernel.
 // docs/gpu.md has the reasons.
 //
-// A block takes its pieces of work one after the other. Its warps share the tiles of kTile tokens
-// of a piece, tile t going to warp t % kWarps, and each streams its own through kStages stages of
-// shared memory that no other warp touches: until the end of a piece there is no block barrier.
-// What a warp makes of a tile is in warp_rows.h and code_rows.h. At the end the warps' states merge
-// in a fixed order.
+// A block takes its pieces of work one after the other, then pieces of the tail (tail.h). Its warps
+// share the tiles of kTile tokens of a piece, tile t going to warp t % kWarps, and each streams its
+// own through kStages stages of shared memory that no other warp touches: until the end of a piece
+// there is no block barrier. What a warp makes of a tile is in warp_rows.h and code_rows.h. At the
+// end the warps' states merge in a fixed order.
 //
 // Shared memory, per warp: kStages stages of [K tile][V tile] (tiles.h). Where rows are bytes,
 // words [token] for K, then for V, follow: the one of the page that has the token's scale in one of
 // its halves, for copies take no less. Where they are of 4 bits, [token][group] words do, the steps
 // of code_rows.h, and behind all stages what each lane has of sums of queries. At the end of a
 // piece the same bytes hold the warp's state: o [row][kStateStride], m [row], l [row] in fp32.
+// Behind that of the first warp, the number of the block's next piece.
 #ifndef KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 #define KVM_ATTENTION_CUDA_DECODE_KERNEL_H_
 
 #include "attention/cuda/code_rows.h"
+#include "attention/cuda/tail.h"
 
 namespace kvm::attention::gpu {
 
@@ -37,9 +39,10 @@ struct DecodeShape : TileShape<kElementType, kDimValue, kTileTokens> {
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   static constexpr uint32_t kStateBytes = kRows * (Tiles::kStateStride + 2) * 4;
   static constexpr uint32_t kSumBytes = Tiles::kStepped ? bytes_of_sums(kRowTiles) : 0;
-  static constexpr uint32_t kWarpBytes = kRingBytes + kSumBytes > kStateBytes
+  static constexpr uint32_t kNextAt = kStateBytes;
+  static constexpr uint32_t kWarpBytes = kRingBytes + kSumBytes > kNextAt + 4
                                              ? kRingBytes + kSumBytes
-                                             : (kStateBytes + 127) / 128 * 128;
+                                             : (kNextAt + 4 + 127) / 128 * 128;
   static constexpr uint32_t kSharedBytes = kWarps * kWarpBytes;
 
   static_assert(kTileTokens <= 32 && kStages >= 2 && kTileTokens % Tiles::kStepRows == 0);
@@ -469,10 +472,15 @@ KVM_GPU void decode_thread(const DecodeParams& p) {
   do {
     // The piece is read again at its end: registers are what the loop over tiles is short of.
     evaluate_piece<Shape>(p, piece);
+    const uint32_t asked = thread_id() == 0 ? ask_for_piece(p, p.work[piece]) : kNotAsked;
     sync_block();
     finish_piece<Shape>(p, p.work[piece]);
-    sync_block();  // before the next piece copies over the states
-    piece = p.work[piece].next;
+    if (thread_id() == 0) {
+      store_shared(shared_start() + Shape::kNextAt, piece_behind(p, p.work[piece], asked));
+    }
+    sync_block();
+    piece = load_shared<uint32_t>(shared_start() + Shape::kNextAt);
+    sync_block();  // before the next piece copies over it, and over the states
   } while (piece != 0);
 }
 

@@ -5,10 +5,12 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <unordered_set>
 #include <vector>
 
 #include "base/assert.h"
 #include "base/fiber.h"
+#include "base/splitmix.h"
 
 namespace kvm::attention::gpu::emulator {
 namespace {
@@ -58,61 +60,102 @@ struct Meeting {
   void* arguments[kLanes] = {};
 };
 
+// A Block is what the threads of one have in common. Several exist where blocks take turns.
+struct Block {
+  uint32_t id = 0;
+  uint32_t thread = 0;  // that runs, or ran last
+  std::vector<std::unique_ptr<Thread>> threads;
+  std::vector<Meeting> warps;
+  uint32_t arrived = 0;  // at the barrier
+  uint64_t generation = 0;
+  bool lets_next_begin = false;
+  bool has_passed = false;  // its turn
+  uint32_t time = 0;
+  std::vector<uint32_t> warp_time;
+  std::vector<Word> words;
+  std::vector<std::byte> shared;
+
+  // Makes a block of it that has not begun.
+  void reset(const Launch& launch, uint32_t block_id, void (*entry)());
+};
+
 class Machine {
  public:
   Report run(const Launch& launch, const std::function<void()>& kernel);
 
-  uint32_t thread = 0;
-  uint32_t block = 0;
-
   template <class Act>
   void meet_warp(const char* operation, void* argument, Act act);
   void meet_block();
-  void advance_warp(uint32_t warp) { ++warp_time_[warp]; }
+  void advance_warp() { ++block_->warp_time[thread() / kLanes]; }
 
   void read(uint32_t at, uint32_t size_bytes);
   void write(uint32_t at, uint32_t size_bytes, bool pending);
   bool in_shared(uint32_t at, uint32_t size_bytes, uint32_t align);
   bool may_touch(const void* at, uint32_t size_bytes);
+  void note_store(const void* to);
   void fault(const char* what);
   void land(const Copy& copy);
-  void let_next_begin() { block_lets_ = true; }
+  void let_next_begin() { block_->lets_next_begin = true; }
+  void pass_turn();
 
-  std::vector<std::byte> shared;
   Report report;
-  Thread& self() { return *threads_[thread]; }
+  uint32_t thread() const { return block_->thread; }
+  uint32_t block() const { return block_->id; }
+  std::byte* shared(uint32_t at) { return &block_->shared[at]; }
+  Thread& self() { return *block_->threads[block_->thread]; }
   uint32_t n_blocks() const { return launch_->blocks; }
 
  private:
   static void entry();
-  void run_block();
+  // Runs the block until it has ended, or passes its turn; says whether it has ended.
+  bool run_block(Block* block);
   void wait_for(const uint64_t* counter, uint64_t value);
-  // Runs another thread, or the scheduler if none can.
+  // Runs another thread of the block, or the scheduler if none can.
   void yield();
+  size_t whose_turn(size_t n_unfinished);
 
   const Launch* launch_ = nullptr;
   const std::function<void()>* kernel_ = nullptr;
   std::vector<Range> memory_;  // sorted
-  std::vector<std::unique_ptr<Thread>> threads_;
+  std::vector<std::unique_ptr<Block>> unused_;
+  Block* block_ = nullptr;  // that runs
   Fiber scheduler_;
-  std::vector<Meeting> warps_;
-  uint32_t block_arrived_ = 0;
-  bool block_lets_ = false;  // the next kernel begin
-  uint32_t n_letting_ = 0;   // blocks that did
-  uint64_t block_generation_ = 0;
   const uint64_t never_ = 0;
-  uint32_t block_time_ = 0;
-  std::vector<uint32_t> warp_time_;
-  std::vector<Word> words_;
+  uint64_t n_turns_ = 0;
+  std::unordered_set<const void*> stored_;
 };
 
 thread_local std::unique_ptr<Machine> owned_machine;
 thread_local Machine* machine = nullptr;
 
+void Block::reset(const Launch& launch, uint32_t block_id, void (*entry)()) {
+  id = block_id;
+  thread = 0;
+  shared.assign(launch.shared_bytes, std::byte{0xff});
+  words.assign((launch.shared_bytes + 3) / 4, Word{});
+  warps.assign(launch.threads / kLanes, Meeting{});
+  warp_time.assign(launch.threads / kLanes, 0);
+  arrived = 0;
+  time = 0;
+  lets_next_begin = has_passed = false;
+  while (threads.size() < launch.threads) {
+    threads.push_back(std::make_unique<Thread>());
+  }
+  for (uint32_t i = 0; i < launch.threads; ++i) {
+    Thread& t = *threads[i];
+    t.done = false;
+    t.waits_for = nullptr;
+    t.has_waited = !launch.begins_early;
+    t.uncommitted.clear();
+    t.groups.clear();
+    t.fiber.reset(entry);
+  }
+}
+
 void Machine::fault(const char* what) {
   if (report.n_faults++ == 0) {
-    report.first_fault = std::string(what) + ", block " + std::to_string(block) + ", thread " +
-                         std::to_string(thread);
+    report.first_fault = std::string(what) + ", block " + std::to_string(block()) + ", thread " +
+                         std::to_string(thread());
   }
 }
 
@@ -123,36 +166,43 @@ void Machine::entry() {
   Thread& me = m.self();
   me.done = true;
   // Somebody who can still run, or the end of the block.
-  for (uint32_t i = 1; i < m.threads_.size(); ++i) {
-    const uint32_t next = (m.thread + i) % m.launch_->threads;
-    if (m.threads_[next]->can_run()) {
-      m.thread = next;
-      me.fiber.finish_to(&m.threads_[next]->fiber);
+  Block& block = *m.block_;
+  for (uint32_t i = 1; i < m.launch_->threads; ++i) {
+    const uint32_t next = (block.thread + i) % m.launch_->threads;
+    if (block.threads[next]->can_run()) {
+      block.thread = next;
+      me.fiber.finish_to(&block.threads[next]->fiber);
     }
   }
   me.fiber.finish_to(&m.scheduler_);
 }
 
 void Machine::yield() {
+  Block& block = *block_;
   Thread& me = self();
-  const uint32_t warp_first = thread / kLanes * kLanes;
+  const uint32_t warp_first = block.thread / kLanes * kLanes;
   for (uint32_t i = 1; i < kLanes; ++i) {
-    const uint32_t next = warp_first + (thread + i) % kLanes;
-    if (threads_[next]->can_run()) {
-      thread = next;
-      me.fiber.switch_to(&threads_[next]->fiber);
+    const uint32_t next = warp_first + (block.thread + i) % kLanes;
+    if (block.threads[next]->can_run()) {
+      block.thread = next;
+      me.fiber.switch_to(&block.threads[next]->fiber);
       return;
     }
   }
   for (uint32_t i = 1; i < launch_->threads; ++i) {
-    const uint32_t next = (thread + i) % launch_->threads;
-    if (threads_[next]->can_run()) {
-      thread = next;
-      me.fiber.switch_to(&threads_[next]->fiber);
+    const uint32_t next = (block.thread + i) % launch_->threads;
+    if (block.threads[next]->can_run()) {
+      block.thread = next;
+      me.fiber.switch_to(&block.threads[next]->fiber);
       return;
     }
   }
   me.fiber.switch_to(&scheduler_);
+}
+
+void Machine::pass_turn() {
+  block_->has_passed = true;
+  self().fiber.switch_to(&scheduler_);
 }
 
 void Machine::wait_for(const uint64_t* counter, uint64_t value) {
@@ -167,14 +217,14 @@ void Machine::wait_for(const uint64_t* counter, uint64_t value) {
 
 template <class Act>
 void Machine::meet_warp(const char* operation, void* argument, Act act) {
-  Meeting& meeting = warps_[thread / kLanes];
+  Meeting& meeting = block_->warps[thread() / kLanes];
   if (meeting.arrived == 0) {
     meeting.operation = operation;
   } else if (std::strcmp(meeting.operation, operation) != 0) {
     fault("threads of a warp meet at different operations");
     wait_for(&never_, 0);  // what the operation would work on is not there
   }
-  meeting.arguments[thread % kLanes] = argument;
+  meeting.arguments[thread() % kLanes] = argument;
   if (++meeting.arrived < kLanes) {
     wait_for(&meeting.generation, meeting.generation);
     return;
@@ -185,20 +235,21 @@ void Machine::meet_warp(const char* operation, void* argument, Act act) {
 }
 
 void Machine::meet_block() {
-  if (++block_arrived_ < launch_->threads) {
-    wait_for(&block_generation_, block_generation_);
+  Block& block = *block_;
+  if (++block.arrived < launch_->threads) {
+    wait_for(&block.generation, block.generation);
     return;
   }
-  block_arrived_ = 0;
-  ++block_generation_;
-  ++block_time_;
-  for (uint32_t& time : warp_time_) {
+  block.arrived = 0;
+  ++block.generation;
+  ++block.time;
+  for (uint32_t& time : block.warp_time) {
     ++time;
   }
 }
 
 bool Machine::in_shared(uint32_t at, uint32_t size_bytes, uint32_t align) {
-  if (at % align == 0 && uint64_t{at} + size_bytes <= shared.size()) {
+  if (at % align == 0 && uint64_t{at} + size_bytes <= block_->shared.size()) {
     return true;
   }
   fault("shared memory: misaligned, or outside");
@@ -206,23 +257,23 @@ bool Machine::in_shared(uint32_t at, uint32_t size_bytes, uint32_t align) {
 }
 
 void Machine::read(uint32_t at, uint32_t size_bytes) {
-  const int32_t me = static_cast<int32_t>(thread);
+  const auto me = static_cast<int32_t>(thread());
   const int32_t my_warp = me / static_cast<int32_t>(kLanes);
-  const uint32_t warp_time = warp_time_[thread / kLanes];
+  const uint32_t block_time = block_->time, warp_time = block_->warp_time[thread() / kLanes];
   for (uint32_t i = at / 4; i < (at + size_bytes + 3) / 4; ++i) {
-    Word& word = words_[i];
+    Word& word = block_->words[i];
     if (word.writer == Word::kNobody) {
       fault("shared memory: read before anything was written");
       continue;
     }
     const bool same_warp = word.writer / static_cast<int32_t>(kLanes) == my_warp;
-    if (word.writer != me && word.write_block_time == block_time_ &&
+    if (word.writer != me && word.write_block_time == block_time &&
         !(same_warp && word.write_warp_time < warp_time)) {
       fault("shared memory: read without a barrier after another thread's write");
     } else if (word.pending) {
       fault("shared memory: read before the copy into it was waited for");
     }
-    const bool old = word.reader == Word::kNobody || word.read_block_time < block_time_ ||
+    const bool old = word.reader == Word::kNobody || word.read_block_time < block_time ||
                      (word.reader_warp == my_warp && word.read_warp_time < warp_time);
     if (old) {
       word.reader = me;
@@ -233,23 +284,23 @@ void Machine::read(uint32_t at, uint32_t size_bytes) {
     } else if (word.reader != me) {
       word.reader = Word::kSeveral;
     }
-    word.read_block_time = block_time_;
+    word.read_block_time = block_time;
     word.read_warp_time = warp_time;
   }
 }
 
 void Machine::write(uint32_t at, uint32_t size_bytes, bool pending) {
-  const int32_t me = static_cast<int32_t>(thread);
+  const auto me = static_cast<int32_t>(thread());
   const int32_t my_warp = me / static_cast<int32_t>(kLanes);
-  const uint32_t warp_time = warp_time_[thread / kLanes];
+  const uint32_t block_time = block_->time, warp_time = block_->warp_time[thread() / kLanes];
   for (uint32_t i = at / 4; i < (at + size_bytes + 3) / 4; ++i) {
-    Word& word = words_[i];
+    Word& word = block_->words[i];
     const bool writer_in_warp = word.writer / static_cast<int32_t>(kLanes) == my_warp;
-    if (word.writer != Word::kNobody && word.writer != me && word.write_block_time == block_time_ &&
+    if (word.writer != Word::kNobody && word.writer != me && word.write_block_time == block_time &&
         !(writer_in_warp && word.write_warp_time < warp_time)) {
       fault("shared memory: written without a barrier after another thread's write");
     }
-    if (word.reader != Word::kNobody && word.reader != me && word.read_block_time == block_time_ &&
+    if (word.reader != Word::kNobody && word.reader != me && word.read_block_time == block_time &&
         !(word.reader_warp == my_warp && word.read_warp_time < warp_time)) {
       fault("shared memory: written without a barrier after another thread's read");
     }
@@ -257,7 +308,7 @@ void Machine::write(uint32_t at, uint32_t size_bytes, bool pending) {
       fault("shared memory: a copy into it while another one is under way");
     }
     word.writer = me;
-    word.write_block_time = block_time_;
+    word.write_block_time = block_time;
     word.write_warp_time = warp_time;
     word.reader = Word::kNobody;
     word.pending = pending;
@@ -287,48 +338,61 @@ bool Machine::may_touch(const void* at, uint32_t size_bytes) {
   return false;
 }
 
-void Machine::land(const Copy& copy) {
-  write(copy.to, copy.size_bytes, false);
-  if (copy.valid) {
-    std::memcpy(&shared[copy.to], copy.from, copy.size_bytes);
-  } else {
-    std::memset(&shared[copy.to], 0, copy.size_bytes);
+void Machine::note_store(const void* to) {
+  if (!stored_.insert(to).second) {
+    fault("global memory: stored to twice");
   }
 }
 
-void Machine::run_block() {
-  std::fill(shared.begin(), shared.end(), std::byte{0xff});
-  std::fill(words_.begin(), words_.end(), Word{});
-  std::fill(warps_.begin(), warps_.end(), Meeting{});
-  std::fill(warp_time_.begin(), warp_time_.end(), 0u);
-  block_arrived_ = 0;
-  block_time_ = 0;
-  for (uint32_t i = 0; i < launch_->threads; ++i) {
-    Thread& t = *threads_[i];
-    t.done = false;
-    t.waits_for = nullptr;
-    t.has_waited = !launch_->begins_early;
-    t.uncommitted.clear();
-    t.groups.clear();
-    t.fiber.reset(&Machine::entry);
+void Machine::land(const Copy& copy) {
+  write(copy.to, copy.size_bytes, false);
+  if (copy.valid) {
+    std::memcpy(shared(copy.to), copy.from, copy.size_bytes);
+  } else {
+    std::memset(shared(copy.to), 0, copy.size_bytes);
   }
+}
+
+bool Machine::run_block(Block* block) {
+  block_ = block;
+  block->has_passed = false;
+  // A thread that has passed the turn goes on itself: its warp waits for it.
+  uint32_t next = block->thread;
   for (;;) {
-    uint32_t next = 0;
-    while (next < launch_->threads && !threads_[next]->can_run()) {
-      ++next;
+    uint32_t n_waiting = 0;
+    while (n_waiting < launch_->threads && !block->threads[next]->can_run()) {
+      next = (next + 1) % launch_->threads;
+      ++n_waiting;
     }
-    if (next == launch_->threads) {
+    if (n_waiting == launch_->threads) {
       break;
     }
-    thread = next;
-    scheduler_.switch_to(&threads_[next]->fiber);
+    block->thread = next;
+    scheduler_.switch_to(&block->threads[next]->fiber);
+    if (block->has_passed) {
+      return false;
+    }
+    next = 0;
   }
   for (uint32_t i = 0; i < launch_->threads; ++i) {
-    if (!threads_[i]->done) {
-      thread = i;
+    if (!block->threads[i]->done) {
+      block->thread = i;
       fault("a barrier or an operation of a warp that not all threads come to");
-      return;
+      break;
     }
+  }
+  return true;
+}
+
+// Of so many blocks that have not ended.
+size_t Machine::whose_turn(size_t n_unfinished) {
+  switch (launch_->order) {
+    case Order::kBackward:
+      return n_unfinished - 1;
+    case Order::kAny:
+      return splitmix64(launch_->seed + kSplitMixStep * ++n_turns_) % n_unfinished;
+    default:
+      return 0;
   }
 }
 
@@ -337,27 +401,48 @@ Report Machine::run(const Launch& launch, const std::function<void()>& kernel) {
   launch_ = &launch;
   kernel_ = &kernel;
   report = Report{};
-  n_letting_ = 0;
+  n_turns_ = 0;
+  stored_.clear();
   memory_.assign(launch.memory.begin(), launch.memory.end());
   std::sort(memory_.begin(), memory_.end(), [](const Range& a, const Range& b) {
     return reinterpret_cast<uintptr_t>(a.data) < reinterpret_cast<uintptr_t>(b.data);
   });
-  shared.resize(launch.shared_bytes);
-  words_.resize((launch.shared_bytes + 3) / 4);
-  warps_.resize(launch.threads / kLanes);
-  warp_time_.resize(launch.threads / kLanes);
-  while (threads_.size() < launch.threads) {
-    threads_.push_back(std::make_unique<Thread>());
+  // A block takes room when its first turn comes.
+  struct Unfinished {
+    uint32_t id;
+    std::unique_ptr<Block> block;
+  };
+  std::deque<Unfinished> unfinished;
+  for (uint32_t id = 0; id < launch.blocks; ++id) {
+    unfinished.push_back({id, nullptr});
   }
-  for (auto& t : threads_) {
-    t->done = true;
+  uint32_t n_letting = 0;
+  while (!unfinished.empty()) {
+    const size_t index = whose_turn(unfinished.size());
+    Unfinished& one = unfinished[index];
+    if (one.block == nullptr) {
+      if (unused_.empty()) {
+        unused_.push_back(std::make_unique<Block>());
+      }
+      one.block = std::move(unused_.back());
+      unused_.pop_back();
+      one.block->reset(launch, one.id, &Machine::entry);
+    }
+    if (run_block(one.block.get())) {
+      n_letting += one.block->lets_next_begin ? 1 : 0;
+      unused_.push_back(std::move(one.block));
+      if (launch.order == Order::kAny) {
+        std::swap(one, unfinished.back());
+        unfinished.pop_back();
+      } else {
+        unfinished.erase(unfinished.begin() + static_cast<ptrdiff_t>(index));
+      }
+    } else if (launch.order == Order::kTurns) {
+      unfinished.push_back(std::move(one));
+      unfinished.pop_front();
+    }
   }
-  for (block = 0; block < launch.blocks; ++block) {
-    block_lets_ = false;
-    run_block();
-    n_letting_ += block_lets_ ? 1 : 0;
-  }
-  report.lets_next_begin = launch.blocks != 0 && n_letting_ == launch.blocks;
+  report.lets_next_begin = launch.blocks != 0 && n_letting == launch.blocks;
   return report;
 }
 
@@ -410,13 +495,13 @@ Report run(const Launch& launch, const std::function<void()>& kernel) {
   return machine->run(launch, kernel);
 }
 
-uint32_t current_thread() { return machine->thread; }
-uint32_t current_block() { return machine->block; }
+uint32_t current_thread() { return machine->thread(); }
+uint32_t current_block() { return machine->block(); }
 uint32_t current_block_count() { return machine->n_blocks(); }
 
 void sync_warp() {
   Machine& m = *machine;
-  m.meet_warp("sync_warp", nullptr, [&](void**) { m.advance_warp(m.thread / kLanes); });
+  m.meet_warp("sync_warp", nullptr, [&](void**) { m.advance_warp(); });
 }
 
 void sync_block() { machine->meet_block(); }
@@ -460,7 +545,7 @@ void copy_async(uint32_t to, const void* from, uint32_t size_bytes, bool valid) 
     return;
   }
   m.write(to, size_bytes, true);
-  std::memset(&m.shared[to], 0xff, size_bytes);
+  std::memset(m.shared(to), 0xff, size_bytes);
   m.self().uncommitted.push_back({to, from, size_bytes, valid});
 }
 
@@ -499,7 +584,7 @@ void load_matrix_x4(uint32_t (&to)[4], uint32_t from, bool transposed) {
       for (uint32_t row = 0; row < 8; ++row) {
         const auto& of = *static_cast<const Arguments*>(all[matrix * 8 + row]);
         if (of.valid) {
-          std::memcpy(values[row], &m.shared[of.from], 16);
+          std::memcpy(values[row], m.shared(of.from), 16);
           const uint32_t bank = 1u << (of.from / 16 % 8);
           m.report.n_bank_conflicts += (banks & bank) != 0;
           banks |= bank;
@@ -527,7 +612,7 @@ void store_shared(uint32_t at, const void* value, uint32_t size_bytes) {
   Machine& m = *machine;
   if (m.in_shared(at, size_bytes, size_bytes)) {
     m.write(at, size_bytes, false);
-    std::memcpy(&m.shared[at], value, size_bytes);
+    std::memcpy(m.shared(at), value, size_bytes);
   }
 }
 
@@ -536,10 +621,12 @@ void load_shared(uint32_t at, void* value, uint32_t size_bytes) {
   std::memset(value, 0xff, size_bytes);
   if (m.in_shared(at, size_bytes, size_bytes)) {
     m.read(at, size_bytes);
-    std::memcpy(value, &m.shared[at], size_bytes);
+    std::memcpy(value, m.shared(at), size_bytes);
   }
 }
 
 bool may_touch(const void* at, uint32_t size_bytes) { return machine->may_touch(at, size_bytes); }
+void note_store(const void* to) { machine->note_store(to); }
+void pass_turn() { machine->pass_turn(); }
 
 }  // namespace kvm::attention::gpu::emulator

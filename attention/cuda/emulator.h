@@ -11,12 +11,14 @@
 //     which one is a write must have a sync_warp (of both) or a sync_block between them. Shuffles,
 //     votes and matrix instructions order nothing.
 //   - Global memory outside the ranges of the launch, and misaligned access, is a fault; so is any
-//     access of a kernel that begins early, before it has waited for the one before it.
+//     access of a kernel that begins early, before it has waited for the one before it, and a place
+//     that a launch stores to twice: what two blocks both do is done in no order.
 //   - Threads of a warp that meet at different operations, or wait for ones that have ended, are a
 //     fault.
 //   - load_matrix_x4 counts bank conflicts.
 // LIMIT: exact arithmetic of the matrix unit (order and rounding of sums) is not modelled, nor is
-// visibility of global memory between blocks.
+// visibility of global memory between blocks: these take turns where they count together
+// (count_up_to), in an order that the launch chooses, and nowhere else.
 //
 // Threads: launches on different threads do not know of each other.
 #ifndef KVM_ATTENTION_CUDA_EMULATOR_H_
@@ -35,12 +37,18 @@ struct Range {
   size_t size_bytes = 0;
 };
 
+// Who goes on where a block is about to count: the first one that has not ended, so that blocks run
+// one after the other; the last one; each in turn; any.
+enum class Order : uint32_t { kForward, kBackward, kTurns, kAny };
+
 struct Launch {
   uint32_t blocks = 0;
   uint32_t threads = 0;  // per block, a multiple of 32, at most 1,024
   uint32_t shared_bytes = 0;
   std::span<const Range> memory;  // global memory that the kernel may touch
   bool begins_early = false;      // before the kernel in front of it has ended
+  Order order = Order::kForward;
+  uint64_t seed = 1;  // of Order::kAny
 };
 
 struct Report {
@@ -50,8 +58,8 @@ struct Report {
   bool lets_next_begin = false;  // before it ends: all blocks have said so
 };
 
-// Runs `kernel` for every thread of every block, block after block. After a fault in a block it
-// goes on where it can; what it writes then means nothing.
+// Runs `kernel` for every thread of every block, blocks in the launch's order. After a fault in a
+// block it goes on where it can; what it writes then means nothing.
 Report run(const Launch& launch, const std::function<void()>& kernel);
 
 // --- For primitives_emulated.h, within a launch -------------------------------------------------
@@ -75,6 +83,10 @@ void store_shared(uint32_t at, const void* value, uint32_t size_bytes);
 void load_shared(uint32_t at, void* value, uint32_t size_bytes);
 // Says whether global memory may be touched there; reports a fault if not.
 bool may_touch(const void* at, uint32_t size_bytes);
+// Reports a fault where the launch has stored to this place before.
+void note_store(const void* to);
+// Lets the block go on whose turn it is.
+void pass_turn();
 
 }  // namespace kvm::attention::gpu::emulator
 

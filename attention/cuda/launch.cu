@@ -22,7 +22,9 @@ inline constexpr int kLeastBlocks = [] {
   } else if constexpr (Shape::kStepped && Shape::kDim == 64 && Shape::kRowTiles == 1) {
     return 3;
   } else {
-    return Shape::kDim == 96 ? 2 : 0;
+    constexpr bool kFew = Shape::kRowTiles == 1 && ((Shape::kDim == 64 && Shape::kScaled) ||
+                                                    (Shape::kDim == 80 && !Shape::kNarrow));
+    return kFew || Shape::kDim == 96 ? 2 : 0;
   }
 }();
 

@@ -121,7 +121,15 @@ struct Work {
   uint32_t begin = 0;  // tokens of the request
   uint32_t end = 0;
   int32_t slot = -1;  // of the partial states; -1: write the result itself
-  uint32_t next = 0;  // the block's next piece; 0 = none
+  uint32_t next = 0;  // the block's next piece; 0 = none but of the launch's tail
+};
+
+// A Tail is pieces that no block has been given: each that has done its own takes one of them, and
+// another one, until there are none (tail.h).
+struct Tail {
+  uint32_t first = 0;  // the pieces are Work [first, first + n)
+  uint32_t n = 0;
+  uint32_t n_asked = 0;  // how often a block has asked for one; kernels count, and leave 0
 };
 
 // Partial states [slot_first, slot_first + n_slots) make one result.
@@ -162,6 +170,8 @@ struct DecodeParams {
   const float* log_weights = nullptr;
   const uint64_t* tree_mask = nullptr;  // [token of the query tensor]; of requests with a tree
   const Work* work = nullptr;           // block b begins with piece b
+  // Of the decode kernel's plan, or null: it has none. One launch at a time counts in it.
+  Tail* tail = nullptr;
   // Partial states: o [slot][rows of a block][value_dim], normalised, and lse [slot][rows of a
   // block].
   float* partial_o = nullptr;

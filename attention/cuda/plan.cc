@@ -78,10 +78,10 @@ class Filler {
   Filler(uint64_t load, const PlanOptions& options)
       : load_(static_cast<int64_t>(load)), options_(options), room_(load_) {}
 
-  // Calls piece(begin, end, block) for the pieces of an item of `n_tokens` tokens, which is cut, if
-  // that is fixed, every so many.
+  // Calls piece(begin, end, block) for the pieces of the first `n_tokens` tokens of an item, which
+  // is cut every so many; 0: where blocks end.
   template <class Piece>
-  void fill(uint32_t n_tokens, uint64_t fixed_tokens, Piece piece) {
+  void fill(uint32_t n_tokens, uint32_t piece_tokens, Piece piece) {
     uint32_t begin = 0;
     do {
       const uint32_t left = n_tokens - begin;
@@ -89,8 +89,7 @@ class Filler {
       if (room_ < least && used_) {
         next_block();
       }
-      const uint32_t take = std::min(
-          left, fixed_tokens != 0 ? fixed_piece(n_tokens, fixed_tokens) : piece_for_room(left));
+      const uint32_t take = std::min(left, piece_tokens != 0 ? piece_tokens : piece_for_room(left));
       piece(begin, begin + take, block_);
       used_ = true;
       room_ -= int64_t{take} + options_.overhead_tokens;
@@ -98,8 +97,8 @@ class Filler {
     } while (begin < n_tokens);
   }
   // The same for n items, without saying where their pieces are.
-  void fill_all(uint32_t n_tokens, uint64_t fixed_tokens, uint32_t n) {
-    const bool is_whole = fixed_tokens == 0 || n_tokens <= fixed_piece(n_tokens, fixed_tokens);
+  void fill_all(uint32_t n_tokens, uint32_t piece_tokens, uint32_t n) {
+    const bool is_whole = piece_tokens == 0 || n_tokens <= piece_tokens;
     const int64_t costs = int64_t{n_tokens} + options_.overhead_tokens;
     while (n != 0) {
       // As many as fit whole, at once.
@@ -110,7 +109,7 @@ class Filler {
         n -= static_cast<uint32_t>(fit);
       }
       if (n != 0) {
-        fill(n_tokens, fixed_tokens, [](uint32_t, uint32_t, uint32_t) {});
+        fill(n_tokens, piece_tokens, [](uint32_t, uint32_t, uint32_t) {});
         --n;
       }
     }
@@ -125,12 +124,6 @@ class Filler {
   }
   uint32_t least_piece() const {
     return options_.fixed_tokens != 0 ? options_.fixed_tokens : options_.least_tokens;
-  }
-  static uint32_t fixed_piece(uint32_t n_tokens, uint64_t piece) {
-    while (div_up(n_tokens, piece) > kMaxMergeSlots) {
-      piece *= 2;
-    }
-    return static_cast<uint32_t>(std::min<uint64_t>(piece, kMaxListTokens));
   }
   // Returns as much as fits, unless so little would be left that it is not worth a piece.
   uint32_t piece_for_room(uint32_t left) const {
@@ -154,42 +147,161 @@ class Filler {
   bool used_ = false;  // the current block has work
 };
 
-// Items of the request are cut every so many tokens; 0 = where blocks end.
+// Items of the request are cut every so many tokens, or twice as many, and so on; 0 = where blocks
+// end.
 uint64_t fixed_tokens_of(const Request& request, const PlanOptions& options) {
   return uint64_t{options.fixed_tokens} *
          (options.sights.empty() ? 1 : row_blocks_of(request, options));
 }
 
-// Calls visit(n_tokens, n) for the items of a request, n that follow each other having so many
-// tokens, until it says false.
-template <class Visit>
-void visit_lengths(const Request& request, std::span<const PageClass> classes,
-                   const PlanOptions& options, Visit visit) {
-  if (options.sights.empty()) {
-    visit(request.n_tokens, items_of(request, classes, options));
-    return;
+// The same of an item of so many tokens.
+uint32_t fixed_piece_of(const Request& request, uint32_t n_tokens, const PlanOptions& options) {
+  uint64_t piece = fixed_tokens_of(request, options);
+  while (piece != 0 && div_up(n_tokens, piece) > kMaxMergeSlots) {
+    piece *= 2;
   }
+  return static_cast<uint32_t>(std::min<uint64_t>(piece, kMaxListTokens));
+}
+
+// A TailCut is what the tail has of items: pieces from the end of each, or a short one whole.
+// Tokens that items give are owed as they come by, so that many short ones together give what a
+// long one does. Of items that are cut every so many tokens these pieces go, and nothing is cut.
+class TailCut {
+ public:
+  struct Piece {
+    uint32_t begin, end;
+  };
+  // An item that gives something: its pieces, which follow those of the giver before, the last one
+  // first.
+  struct Giver {
+    uint32_t item = 0;  // in the order of requests, their heads and blocks of rows
+    uint32_t n_kept = 0;
+    uint32_t n_pieces = 0;
+  };
+
+  TailCut(std::span<const Request> requests, std::span<const PageClass> classes,
+          const PlanOptions& options)
+      : options_(options) {
+    uint64_t n_tokens = 0;
+    for (const Request& request : requests) {
+      n_tokens += uint64_t{request.n_tokens} * items_of(request, classes, options);
+    }
+    cuts_left_ = most_tail_cuts(n_tokens, options);
+    if (cuts_left_ == 0) {
+      return;
+    }
+    rest_ = n_tokens / options.tail_part;
+    // So that not many more pieces are cut than there are blocks, times two (docs/adr/0038).
+    least_ = static_cast<uint32_t>(std::max<uint64_t>(
+        options.least_tail_tokens, round_up(rest_ / (6 * options.blocks), kCutTokens)));
+    uint32_t item = 0;
+    for (const Request& request : requests) {
+      const uint32_t piece = fixed_piece_of(request, request.n_tokens, options);
+      for (uint32_t n = items_of(request, classes, options); n != 0; --n) {
+        take_from({item++, request.n_tokens, 0}, piece);
+      }
+    }
+  }
+  std::span<const Giver> givers() const { return givers_; }
+  std::span<const Piece> pieces() const { return pieces_; }
+
+ private:
+  // from: which has given nothing yet.
+  void take_from(Giver from, uint32_t piece_tokens) {
+    const uint32_t n_tokens = from.n_kept;
+    owed_ += n_tokens;
+    while (from.n_kept != 0) {
+      const uint32_t begin = next_cut(from, n_tokens, piece_tokens);
+      const uint32_t n = from.n_kept - begin;
+      if (n == 0 || owed_ < uint64_t{n} * options_.tail_part) {
+        break;
+      }
+      pieces_.push_back({begin, from.n_kept});
+      owed_ -= uint64_t{n} * options_.tail_part;
+      rest_ -= std::min<uint64_t>(rest_, n);
+      cuts_left_ -= piece_tokens == 0 && begin != 0 ? 1 : 0;
+      from.n_kept = begin;
+      ++from.n_pieces;
+    }
+    if (from.n_pieces != 0) {
+      givers_.push_back(from);
+    }
+  }
+  // Returns where the next piece begins, which ends at n_kept; n_kept where there is none.
+  uint32_t next_cut(const Giver& from, uint32_t n_tokens, uint32_t piece_tokens) const {
+    const uint32_t kept = from.n_kept;
+    if (piece_tokens != 0) {
+      const uint32_t begin = (kept - 1) / piece_tokens * piece_tokens;
+      // The first piece of several is some block's own: the merge knows the item by it.
+      return begin == 0 && kept != n_tokens ? kept : begin;
+    }
+    const uint32_t size = std::max(
+        least_, static_cast<uint32_t>(std::min<uint64_t>(rest_ / options_.blocks, kMaxListTokens)));
+    if (kept == n_tokens && kept < size + options_.least_tokens) {
+      return 0;
+    }
+    // Blocks cut an item, too, as many of them as there are.
+    if (cuts_left_ == 0 || from.n_pieces + options_.blocks >= kMaxMergeSlots || kept <= size) {
+      return kept;
+    }
+    const uint32_t begin = (kept - size) / kCutTokens * kCutTokens;
+    return begin < options_.least_tokens ? kept : begin;
+  }
+
+  const PlanOptions& options_;
+  uint32_t cuts_left_ = 0;
+  uint64_t rest_ = 0;  // tokens that the tail will have, those that it has left out
+  uint32_t least_ = 0;
+  uint64_t owed_ = 0;  // tokens of items, of which the tail gets 1 / tail_part
+  std::vector<Piece> pieces_;
+  std::vector<Giver> givers_;
+};
+
+// Calls visit(n_tokens, piece_tokens, n) for what blocks are given of items, n that follow each
+// other being alike: their first n_tokens, which are cut every piece_tokens (0: where blocks end).
+// Until it says false.
+template <class Visit>
+void visit_items(std::span<const Request> requests, std::span<const PageClass> classes,
+                 const PlanOptions& options, const TailCut& tail, Visit visit) {
   bool goes_on = true;
-  for (uint32_t head = 0; head < classes[request.page_class].n_heads && goes_on; ++head) {
-    visit_row_blocks(request, options, [&](const BlockSight& seen, uint32_t, uint32_t) {
-      return goes_on = visit(seen.n_tokens, 1u);
-    });
+  auto giver = tail.givers().begin();
+  uint32_t item = 0;
+  for (const Request& request : requests) {
+    if (!options.sights.empty()) {
+      for (uint32_t head = 0; head < classes[request.page_class].n_heads && goes_on; ++head) {
+        visit_row_blocks(request, options, [&](const BlockSight& seen, uint32_t, uint32_t) {
+          return goes_on =
+                     visit(seen.n_tokens, fixed_piece_of(request, seen.n_tokens, options), 1u);
+        });
+      }
+    } else {
+      const uint32_t piece = fixed_piece_of(request, request.n_tokens, options);
+      const uint32_t end = item + items_of(request, classes, options);
+      for (; giver != tail.givers().end() && giver->item < end && goes_on; ++giver) {
+        goes_on = giver->item == item || visit(request.n_tokens, piece, giver->item - item);
+        goes_on = goes_on && (giver->n_kept == 0 || visit(giver->n_kept, piece, 1u));
+        item = giver->item + 1;
+      }
+      goes_on = goes_on && (item == end || visit(request.n_tokens, piece, end - item));
+      item = end;
+    }
+    if (!goes_on) {
+      return;
+    }
   }
 }
 
-// Of all items, overheads included.
+// Of all that blocks are given, overheads included.
 uint64_t total_tokens(std::span<const Request> requests, std::span<const PageClass> classes,
-                      const PlanOptions& options) {
+                      const PlanOptions& options, const TailCut& tail) {
   uint64_t total = 0;
-  for (const Request& request : requests) {
-    const uint64_t fixed = fixed_tokens_of(request, options);
-    visit_lengths(request, classes, options, [&](uint32_t n_tokens, uint32_t n) {
-      // Fixed pieces count their overhead each.
-      const uint64_t pieces = fixed == 0 ? 1 : div_up(n_tokens, fixed) + 1;
-      total += (n_tokens + pieces * options.overhead_tokens) * n;
-      return true;
-    });
-  }
+  visit_items(requests, classes, options, tail,
+              [&](uint32_t n_tokens, uint32_t piece_tokens, uint32_t n) {
+                // Fixed pieces count their overhead each.
+                const uint64_t pieces = piece_tokens == 0 ? 1 : div_up(n_tokens, piece_tokens) + 1;
+                total += (n_tokens + pieces * options.overhead_tokens) * n;
+                return true;
+              });
   return total;
 }
 
@@ -201,23 +313,19 @@ struct Load {
 
 // About the least load for which the blocks suffice.
 Load choose_load(std::span<const Request> requests, std::span<const PageClass> classes,
-                 const PlanOptions& options) {
+                 const PlanOptions& options, const TailCut& tail) {
   // Loads that differ by less are the same: cuts are coarser.
   constexpr uint64_t kStep = kCutTokens / 4;
   const auto blocks_for = [&](uint64_t tokens) {
     Filler filler(tokens, options);
-    for (const Request& request : requests) {
-      visit_lengths(request, classes, options, [&](uint32_t n_tokens, uint32_t n) {
-        filler.fill_all(n_tokens, fixed_tokens_of(request, options), n);
-        return filler.n_blocks() <= options.blocks;
-      });
-      if (filler.n_blocks() > options.blocks) {
-        break;
-      }
-    }
+    visit_items(requests, classes, options, tail,
+                [&](uint32_t n_tokens, uint32_t piece_tokens, uint32_t n) {
+                  filler.fill_all(n_tokens, piece_tokens, n);
+                  return filler.n_blocks() <= options.blocks;
+                });
     return filler.n_blocks();
   };
-  const uint64_t total = total_tokens(requests, classes, options);
+  const uint64_t total = total_tokens(requests, classes, options, tail);
   // Cuts add overheads, so the least load is not below the even share. What they and pieces that
   // are not cut add is mostly less than the first margin.
   uint64_t too_little = total / options.blocks;
@@ -372,6 +480,13 @@ void add_requests(const Request& request, uint32_t n_tokens, const Sight& sight,
   }
 }
 
+uint32_t most_tail_cuts(uint64_t n_tokens, const PlanOptions& options) {
+  return options.tail_part == 0 || !options.sights.empty() ||
+                 n_tokens < uint64_t{options.tail_load_tokens} * options.blocks
+             ? 0
+             : kTailCuts * options.blocks;
+}
+
 PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
                        std::span<const uint16_t> heads, const PlanOptions& options,
                        uint32_t n_first, std::span<Work> work, std::vector<Merge>* merges) {
@@ -397,24 +512,47 @@ PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageCl
       return counts;
     }
   }
-  const Load load = choose_load(requests, classes, options);
+  const TailCut tail(requests, classes, options);
+  const Load load = choose_load(requests, classes, options, tail);
   counts.n_blocks = load.n_blocks;
   KVM_ASSERT(n_first == 0 || n_first >= load.n_blocks);
   Filler filler(load.tokens, options);
   Writer writer(n_first == 0 ? load.n_blocks : n_first, work);
-  const auto add_item = [&](Work whole, uint32_t n_tokens, uint64_t fixed_tokens, uint32_t rows) {
+  std::vector<Work> of_tail;
+  of_tail.reserve(tail.pieces().size());
+  uint32_t item = 0;
+  auto giver = tail.givers().begin();
+  const auto add_item = [&](Work whole, uint32_t n_tokens, uint32_t piece_tokens, uint32_t rows) {
+    uint32_t n_kept = n_tokens, n_given = 0;
+    if (giver != tail.givers().end() && giver->item == item) {
+      n_kept = giver->n_kept;
+      n_given = giver->n_pieces;
+      ++giver;
+    }
+    ++item;
     uint32_t first = 0, n_pieces = 0;
-    filler.fill(n_tokens, fixed_tokens, [&](uint32_t begin, uint32_t end, uint32_t block) {
-      whole.begin = begin;
-      whole.end = end;
-      whole.slot = n_pieces == 0 ? -1 : static_cast<int32_t>(counts.n_slots + n_pieces);
-      const uint32_t piece = writer.add(whole, block);
-      first = n_pieces++ == 0 ? piece : first;
-    });
+    if (n_kept != 0 || n_given == 0) {
+      filler.fill(n_kept, piece_tokens, [&](uint32_t begin, uint32_t end, uint32_t block) {
+        whole.begin = begin;
+        whole.end = end;
+        whole.slot = n_pieces == 0 ? -1 : static_cast<int32_t>(counts.n_slots + n_pieces);
+        const uint32_t piece = writer.add(whole, block);
+        first = n_pieces++ == 0 ? piece : first;
+      });
+    }
+    n_pieces += n_given;
+    // Slots are in the order of tokens, and the tail has them from the end.
+    for (uint32_t i = 0; i < n_given; ++i) {
+      const TailCut::Piece& piece = tail.pieces()[of_tail.size()];
+      whole.begin = piece.begin;
+      whole.end = piece.end;
+      whole.slot = n_pieces == 1 ? -1 : static_cast<int32_t>(counts.n_slots + n_pieces - 1 - i);
+      of_tail.push_back(whole);
+    }
     if (n_pieces == 1) {
       return;
     }
-    KVM_ASSERT(n_pieces <= kMaxMergeSlots);
+    KVM_ASSERT(n_pieces <= kMaxMergeSlots && n_given < n_pieces);
     if (first < work.size()) {
       work[first].slot = static_cast<int32_t>(counts.n_slots);
     }
@@ -425,29 +563,42 @@ PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageCl
   };
   for (const Request& request : requests) {
     const PageClass& of = classes[request.page_class];
-    const uint64_t fixed_tokens = fixed_tokens_of(request, options);
     for (uint32_t head = 0; head < of.n_heads; ++head) {
       // Blocks of rows of one item stand side by side: the second reads K and V from the cache.
       visit_row_blocks(request, options, [&](const BlockSight& seen, uint32_t row, uint32_t n) {
-        add_item(work_of(seen, of, heads, head, row), seen.n_tokens, fixed_tokens, n);
+        add_item(work_of(seen, of, heads, head, row), seen.n_tokens,
+                 fixed_piece_of(request, seen.n_tokens, options), n);
         return true;
       });
     }
   }
   KVM_ASSERT(filler.n_blocks() == load.n_blocks);
-  counts.n_work = writer.n();
+  // Longest first: what is taken last is short. Pieces that are cut come so, items that go whole
+  // and fixed pieces need not.
+  std::stable_sort(of_tail.begin(), of_tail.end(),
+                   [](const Work& a, const Work& b) { return a.end - a.begin > b.end - b.begin; });
+  counts.n_tail = static_cast<uint32_t>(of_tail.size());
+  counts.n_work = writer.n() + counts.n_tail;
+  if (writer.n() < work.size()) {
+    std::copy_n(of_tail.begin(), std::min<size_t>(of_tail.size(), work.size() - writer.n()),
+                work.begin() + writer.n());
+  }
   return counts;
 }
 
 DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageClass> classes,
                        std::span<const uint16_t> heads, const PlanOptions& options) {
-  // Every cut is the end of a block, or as far from the last one as fixed_tokens says.
-  uint64_t most = options.blocks;
+  // Every cut is the end of a block, or the tail's, or as far from the last one as fixed_tokens
+  // says.
+  uint64_t most = options.blocks, n_tokens = 0;
   for (const Request& request : requests) {
     const uint64_t fixed = fixed_tokens_of(request, options);
     const uint64_t cuts = fixed == 0 ? 0 : request.n_tokens / fixed;
-    most += (cuts + 1) * items_of(request, classes, options);
+    const uint32_t n_items = items_of(request, classes, options);
+    most += (cuts + 1) * n_items;
+    n_tokens += uint64_t{request.n_tokens} * n_items;
   }
+  most += most_tail_cuts(n_tokens, options);
   DecodePlan plan;
   plan.work.resize(most);
   const PlanCounts counts =
@@ -455,6 +606,7 @@ DecodePlan plan_decode(std::span<const Request> requests, std::span<const PageCl
   KVM_ASSERT(counts.n_work <= most);
   plan.work.resize(counts.n_work);
   plan.n_blocks = counts.n_blocks;
+  plan.n_tail = counts.n_tail;
   plan.n_slots = counts.n_slots;
   plan.max_rows = counts.max_rows;
   return plan;

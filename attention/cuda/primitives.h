@@ -40,6 +40,9 @@
 //   product_or_zero(weight, scale)               0 where the weight is, also if the scale is a NaN
 //   store_shared, load_shared                    uint32_t, float, Float2, Float4, Word2, Word4
 //   load_global<T>, store_global<T>              T of 1 to 16 bytes, aligned
+//   count_up_to(uint32_t* global, uint32_t last)
+//     Returns the word and adds 1, or makes it 0 where it was `last`, as one step: no two threads
+//     of a launch get the same count in one round. Orders nothing else.
 #ifndef KVM_ATTENTION_CUDA_PRIMITIVES_H_
 #define KVM_ATTENTION_CUDA_PRIMITIVES_H_
 

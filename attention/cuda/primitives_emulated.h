@@ -142,8 +142,18 @@ KVM_GPU T load_global(const void* from) {
 template <class T>
 KVM_GPU void store_global(void* to, T value) {
   if (emulator::may_touch(to, sizeof(T))) {
+    emulator::note_store(to);
     std::memcpy(to, &value, sizeof(T));
   }
+}
+KVM_GPU uint32_t count_up_to(uint32_t* global, uint32_t last) {
+  emulator::pass_turn();
+  if (!emulator::may_touch(global, sizeof *global)) {
+    return 0;
+  }
+  const uint32_t count = *global;
+  *global = count >= last ? 0 : count + 1;
+  return count;
 }
 
 }  // namespace kvm::attention::gpu

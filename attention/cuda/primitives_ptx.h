@@ -210,6 +210,7 @@ template <class T>
 KVM_GPU void store_global(void* to, T value) {
   *static_cast<T*>(to) = value;
 }
+KVM_GPU uint32_t count_up_to(uint32_t* global, uint32_t last) { return atomicInc(global, last); }
 
 }  // namespace kvm::attention::gpu
 

@@ -183,6 +183,8 @@ class Bench {
     decode(spec);
   }
 
+  void tails() { run_tails(args_, memory_); }
+
   // Latent rows, shared by the q heads of a rank of 8, 4, 2 and 1, and with a draft. There is no
   // bar yet: docs/gpu.md has what is modelled.
   void latent() {
@@ -300,6 +302,7 @@ int run_bench(const Args& args) {
   bench.skewed();
   bench.rows();
   bench.shapes();
+  bench.tails();
   bench.latent();
   bench.prefills(CodecId::kBf16);
   bench.narrow();

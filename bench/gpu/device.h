@@ -100,6 +100,8 @@ int run_ipc(const Args& args);
 int run_engine(const Args& args);
 int run_server(const Args& args);
 int run_child(const Args& args);
+// Part of run_bench: tails of launches. memory: bf16 numbers.
+void run_tails(const Args& args, const DeviceBuffer& memory);
 int run_kernels(const Args& args);
 
 }  // namespace kvm::bench::gpu

@@ -12,7 +12,7 @@ constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
 
   caps      the device, its read and copy ceilings, what a launch costs (U1, U2)
   verify    every kernel against fp64 arithmetic; --small for sanitizers
-  bench     decode attention against its bars (U3)
+  bench     decode attention against its bars (U3), and the tails of its launches (U11)
   sweep     other tiles, stages and residencies of the decode kernel (U4)
   copies    between host and device, by size of the pieces (U5)
   gather    rows of host memory read by a kernel, by row size and blocks (U5)
@@ -26,7 +26,7 @@ constexpr const char* kHelp = R"(kvm_gpu_check COMMAND [--quick] [--max-gib N]
   kernels   the compiled shapes and their shared memory; needs no device
 
 Writes a line of JSON per figure: {"bar", "case", "unit", "measured", "ceiling", "limit", "pass"}
-for what has a bar, {"probe", "case", "unit", "measured"} for the rest; U1 to U10 above are names of
+for what has a bar, {"probe", "case", "unit", "measured"} for the rest; U1 to U11 above are names of
 probes. --quick takes fewer cases and repeats, --max-gib the device memory that may be used (60).
 Exit status: 0; 1 when a bar is missed or a result is wrong; 2 on a CUDA error or wrong usage; 77
 without a device.

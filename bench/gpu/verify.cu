@@ -100,21 +100,29 @@ bool verify_case(const CaseSpec& spec, uint64_t seed) {
     decode.work = on.add(plan.work);
     merge.merges = on.add(plan.merges);
   }
+  attention::gpu::Tail* const tail = on.add(&one.tail, 1);
+  decode.tail = spec.takes_tails() ? tail : nullptr;
   merge.partial_o = decode.partial_o;
   merge.partial_lse = decode.partial_lse;
 
-  check(launch_decode(DecodeKernel{spec.codec, spec.dim, one.block_rows()}, decode, plan.n_blocks,
-                      nullptr),
-        "decode kernel");
+  // Twice where there is a tail: the first launch has to leave its count for the second one.
+  for (uint32_t i = 0; i < (plan.n_tail != 0 ? 2u : 1u); ++i) {
+    check(launch_decode(DecodeKernel{spec.codec, spec.dim, one.block_rows()}, decode, plan.n_blocks,
+                        nullptr),
+          "decode kernel");
+  }
   check(launch_merge(spec.dim_v(), merge, static_cast<uint32_t>(plan.merges.size()), nullptr),
         "merge kernel");
   check(cudaDeviceSynchronize(), spec.name.c_str());
   download(one.o.data(), o, one.o.size());
   download(one.lse.data(), lse, one.lse.size());
+  download(&one.tail, tail, 1);
   const Case::Errors errors = one.errors();
   print_bar({"verify o", spec.name, "relative", errors.o, 0, errors.bound_o, false});
   print_bar({"verify lse", spec.name, "absolute", errors.lse, 0, errors.bound_lse, false});
-  return errors.ok();
+  return errors.ok() &&
+         (plan.n_tail == 0 || print_bar({"verify tail", spec.name, "count that is left",
+                                         static_cast<double>(one.tail.n_asked), 0, 0, false}));
 }
 
 bool verify_append(const AppendSpec& spec, uint64_t seed) {

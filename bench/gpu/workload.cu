@@ -20,6 +20,7 @@ using attention::gpu::PageClass;
 using attention::gpu::PlanOptions;
 using attention::gpu::Request;
 using attention::gpu::Residency;
+using attention::gpu::Tail;
 using attention::gpu::Work;
 
 namespace {
@@ -167,8 +168,10 @@ uint32_t Workload::resident_blocks() const {
   return static_cast<uint32_t>(residency.blocks_per_sm * device_facts().sms);
 }
 
-void Workload::plan(uint32_t blocks) {
+void Workload::plan(uint32_t blocks, uint32_t tail_part, uint32_t tail_load_tokens) {
   PlanOptions options;
+  options.tail_part = spec_.is_latent() ? 0 : tail_part;
+  options.tail_load_tokens = tail_load_tokens;
   options.blocks = std::min(blocks, attention::gpu::kMaxMergeSlots);
   options.block_rows = kernel().block_rows;
   options.group = spec_.group;
@@ -179,6 +182,8 @@ void Workload::plan(uint32_t blocks) {
   }
   plan_ = plan_decode(requests_, classes_, heads_, options);
   work_ = upload(std::span<const Work>(plan_.work));
+  const Tail tail{static_cast<uint32_t>(plan_.work.size()) - plan_.n_tail, plan_.n_tail, 0};
+  tail_ = upload(std::span(&tail, 1));
   merges_ = upload(std::span<const Merge>(plan_.merges));
   partial_o_ = DeviceBuffer(uint64_t{plan_.n_slots} * options.block_rows * spec_.dim_v() * 4);
   partial_lse_ = DeviceBuffer(uint64_t{plan_.n_slots} * options.block_rows * 4);
@@ -186,6 +191,7 @@ void Workload::plan(uint32_t blocks) {
     params.work = reinterpret_cast<const Work*>(work_.data());
     params.partial_o = reinterpret_cast<float*>(partial_o_.data());
     params.partial_lse = reinterpret_cast<float*>(partial_lse_.data());
+    params.tail = plan_.n_tail != 0 ? reinterpret_cast<Tail*>(tail_.data()) : nullptr;
     params.merge_follows = !plan_.merges.empty();
   }
   merge_.tensors = decode_[0].tensors;

@@ -46,8 +46,9 @@ class Workload {
   // pages, fits.
   Workload(const WorkloadSpec& spec, const DeviceBuffer& memory);
 
-  // Cuts the work for that many blocks at once.
-  void plan(uint32_t blocks);
+  // Cuts the work for that many blocks at once. tail_part, tail_load_tokens: as of PlanOptions.
+  void plan(uint32_t blocks, uint32_t tail_part = attention::gpu::kTailPart,
+            uint32_t tail_load_tokens = attention::gpu::kTailLoadTokens);
   // Those of the shipped kernel.
   uint32_t resident_blocks() const;
 
@@ -69,7 +70,7 @@ class Workload {
   std::vector<attention::gpu::PageClass> classes_;
   std::vector<uint16_t> heads_;
   DeviceBuffer device_heads_, page_table_, tree_mask_, q_, o_, lse_;
-  DeviceBuffer work_, merges_, partial_o_, partial_lse_;
+  DeviceBuffer work_, tail_, merges_, partial_o_, partial_lse_;
   std::vector<attention::gpu::DecodeParams> decode_;  // per layer
   attention::gpu::MergeParams merge_;
 };

@@ -473,6 +473,96 @@ void add_late(Add add_case) {
        .tree = true});
 }
 
+// Plans with a tail, of the decode kernel: every shape's; pieces cut off items and short items
+// whole; what is masked at the end of items; pieces that a shorter sequence leaves empty.
+template <class Add>
+void add_tails(Add add_case) {
+  const auto add = [&add_case](CaseSpec spec) {
+    spec.name = "tail" + std::string(spec.name.empty() ? "" : ", ") + spec.name;
+    spec.tail_part = spec.tail_part == 0 ? 4 : spec.tail_part;
+    add_case(spec);
+  };
+  for (const CodecId codec :
+       {CodecId::kBf16, CodecId::kF16, CodecId::kI8, CodecId::kF8, codecs::kI4}) {
+    for (const uint32_t dim : kHeadDims) {
+      if (is_head_dim_on_devices(codec, dim)) {
+        add({.codec = codec,
+             .dim = dim,
+             .group = dim == 128 ? 5u : 2u,
+             .n_query = dim == 128 ? 4u : 1u,
+             .page_tokens = dim == 64 ? 16u : 64u,
+             .lengths = {700, 64, 300},
+             .blocks = 3});
+      }
+    }
+  }
+  add({.name = "short items", .dim = 64, .lengths = std::vector<uint32_t>(24, 70), .blocks = 3});
+  add({.name = "short items, sinks",
+       .dim = 64,
+       .classes = {{.n_heads = 3}},
+       .lengths = {10, 33, 64, 100, 1, 65, 90, 127, 12},
+       .blocks = 4,
+       .tail_part = 2,
+       .sinks = true});
+  add({.name = "one block", .dim = 64, .lengths = {1024}, .blocks = 1});
+  add({.name = "many blocks", .dim = 64, .lengths = {1300, 800}, .blocks = 9, .tail_part = 3});
+  add({.name = "long pieces",
+       .dim = 64,
+       .lengths = {1500},
+       .blocks = 2,
+       .tail_part = 3,
+       .least_tail_tokens = 192});
+  add({.name = "causal, capped, sinks",
+       .n_query = 4,
+       .lengths = {500, 301},
+       .blocks = 3,
+       .softcap = 3.0f,
+       .sinks = true});
+  add({.name = "tree, weights",
+       .codec = CodecId::kI8,
+       .group = 2,
+       .n_query = 8,
+       .page_tokens = 24,
+       .classes = {{.n_heads = 2}},
+       .lengths = {400, 333},
+       .blocks = 3,
+       .weights = Weights::kHidden,
+       .tree = true});
+  add({.name = "classes",
+       .dim = 64,
+       .group = 3,
+       .page_tokens = 48,
+       .classes = {{.n_heads = 1}, {.n_heads = 2, .sinks = 7, .window = 200}},
+       .lengths = {600, 250},
+       .blocks = 4});
+  add({.name = "rows past a block", .group = 5, .n_query = 7, .lengths = {450}, .blocks = 3});
+  for (const bool whole : {false, true}) {
+    add({.name = whole ? "fixed pieces, whole items" : "fixed pieces",
+         .dim = 64,
+         .n_query = 2,
+         .lengths =
+             whole ? std::vector<uint32_t>{63, 64, 65, 50, 60, 20} : std::vector<uint32_t>{650},
+         .blocks = 3,
+         .fixed_tokens = 64,
+         .tail_part = 2,
+         .sinks = true});
+  }
+  add({.name = "late",
+       .dim = 64,
+       .n_query = 2,
+       .lengths = {640, 100, 64, 200},
+       .missing = {300, 500, 1, 0},
+       .blocks = 3,
+       .sinks = true});
+  add({.name = "late, fixed pieces",
+       .dim = 64,
+       .lengths = {300, 65, 130},
+       .missing = {340, 63, 0},
+       .blocks = 4,
+       .fixed_tokens = 64,
+       .tail_part = 2});
+}
+
 }  // namespace
 
 std::vector<CaseSpec> all_cases() {
@@ -870,6 +960,7 @@ std::vector<CaseSpec> all_cases() {
   }
   add_prefills(add);
   add_late(add);
+  add_tails(add);
   // Latent rows: every shape, lengths around the edges of tiles, pages and stages; blocks of rows
   // that are full, and the last one that is not; groups of q heads that fill blocks and parts.
   for (const CodecId codec : {CodecId::kBf16, CodecId::kF16}) {
@@ -1321,6 +1412,7 @@ LengthsParams Case::lengths_params(const DecodePlan& plan, DecodePlan* to) {
   to->work.assign(plan.work.size(), Work{});
   to->merges.assign(plan.merges.size(), Merge{});
   to->n_blocks = plan.n_blocks;
+  to->n_tail = plan.n_tail;
   to->n_slots = plan.n_slots;
   to->max_rows = plan.max_rows;
   counts = {static_cast<uint32_t>(plan.work.size()), static_cast<uint32_t>(plan.merges.size())};
@@ -1353,6 +1445,9 @@ DecodePlan Case::plan() const {
   options.overhead_tokens = 32;
   options.least_tokens = spec_.least_tokens;
   options.fixed_tokens = spec_.fixed_tokens;
+  options.tail_part = spec_.tail_part;
+  options.tail_load_tokens = 0;
+  options.least_tail_tokens = spec_.least_tail_tokens;
   const std::vector<Sight> seen = sights();
   if (spec_.prefill) {
     options.sights = seen;
@@ -1419,6 +1514,10 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
   params.work = plan.work.data();
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
+  if (spec_.takes_tails()) {
+    tail = {static_cast<uint32_t>(plan.work.size()) - plan.n_tail, plan.n_tail, 0};
+    params.tail = &tail;
+  }
   params.merge_follows = !plan.merges.empty();
   set_scale(&params, softmax_scale(spec_), spec_.softcap);
   const std::vector<Sight> seen = sights();
@@ -1446,6 +1545,7 @@ std::vector<std::span<uint8_t>> Case::memory() {
   all.push_back({o.data(), o.size()});
   append_range(&all, page_table);
   append_range(&all, heads);
+  all.push_back({reinterpret_cast<uint8_t*>(&tail), sizeof tail});
   all.push_back({reinterpret_cast<uint8_t*>(log_weights.data()),
                  (log_weights.size() - kGuard) * sizeof(float)});
   append_range(&all, tree_mask);

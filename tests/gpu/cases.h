@@ -52,6 +52,9 @@ struct CaseSpec {
   uint32_t blocks = 4;
   uint32_t fixed_tokens = 0;
   uint32_t least_tokens = 64;
+  // Of the decode kernel's plans: 1 / tail_part of the tokens is taken piece by piece; 0: none.
+  uint32_t tail_part = 0;
+  uint32_t least_tail_tokens = 64;
   Weights weights = Weights::kNone;
   bool tree = false;     // the query tokens see each other as a random mask says, not in order
   float softcap = 0.0f;  // of logits
@@ -69,6 +72,8 @@ struct CaseSpec {
   // Of the shipped kernel for it.
   uint32_t block_rows() const;
   bool v_in_k() const { return dim == kMlaDim; }
+  // Whether its kernel takes pieces of a tail.
+  bool takes_tails() const { return !prefill && dim != kMlaDim; }
   uint32_t dim_v() const { return value_dim(dim); }
   bool is_late() const { return !missing.empty(); }
   bool windows_move() const { return prefill || is_late(); }
@@ -144,6 +149,7 @@ class Case {
   std::vector<uint32_t> told;
   std::vector<uint32_t> counts;
   std::vector<float> sink_logits;  // [q head], where spec().sinks
+  Tail tail;
   Bytes q, o;
   std::vector<float> lse, partial_o, partial_lse;
 

@@ -305,7 +305,8 @@ TEST(DeviceRowsTest, ReadsSayWhatIsWrong) {
   const kvm_seq_id seq = rig.create();
   const uint64_t size = 10 * 2 * 64 * 4;
   kvm_cuda_read_params good = read_params(0, 0, 20, 10);
-  good.k = good.v = kvm_device_tensor(rig.allocate(size), size, KVM_DTYPE_F32);
+  good.k = kvm_device_tensor(rig.allocate(size), size, KVM_DTYPE_F32);
+  good.v = kvm_device_tensor(rig.allocate(size), size, KVM_DTYPE_F32);
   const auto says = [&](const kvm_cuda_read_params& params, const std::string& words) {
     expect_refused(kvm_cuda_read(batch, &params, rig.stream()), KVM_ERR_INVALID, words);
   };

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -927,6 +928,126 @@ TEST(DeviceTest, ReproducibleBatchesGiveTheSameBits) {
     results[n].insert(results[n].end(), step.outputs(0).lse, step.outputs(0).lse + n_rows);
   }
   // Of the first sequence's rows: the second one's queries differ.
+  EXPECT_EQ(std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4), 0);
+}
+
+// --- Tails of long launches ----------------------------------------------------------------------
+
+Geometry long_geometry(uint32_t n_layers) {
+  Geometry geometry;
+  geometry.n_layers = n_layers;
+  geometry.n_q_heads = 2;
+  geometry.n_kv_heads = 2;
+  return geometry;
+}
+
+// So that two blocks have a tail, and seven have not.
+constexpr uint32_t kLongTokens = 17000;
+
+// Attends of all layers of a batch, captured: to the same queries and results in each replay.
+struct CapturedAttends {
+  std::vector<std::vector<uint16_t>> q;
+  std::vector<Rig::Outputs> out;
+  FakeDriver::Graph graph;
+
+  CapturedAttends(Rig* rig, kvm_cuda_batch* batch, uint64_t seed) {
+    rig->driver().begin_capture(rig->stream());
+    for (uint32_t layer = 0; layer < rig->geometry().n_layers; ++layer) {
+      q.push_back(rig->queries(seed + layer, 1));
+      out.push_back(rig->outputs(1));
+      kvm_cuda_attend_params attend{};
+      attend.struct_size = sizeof attend;
+      attend.layer = layer;
+      attend.q = rig->tensor(q.back(), rig->geometry().query_dtype());
+      attend.o = out.back().o_tensor;
+      attend.lse = out.back().lse_tensor;
+      EXPECT_EQ(kvm_cuda_attend(batch, &attend, rig->stream()), KVM_OK) << kvm_last_error();
+    }
+    graph = rig->driver().end_capture(rig->stream());
+  }
+
+  // Replays it for the last token of a sequence, which nobody has appended to since.
+  void attend_to(Rig* rig, kvm_cuda_batch* batch, const Seq& seq, const std::string& where) {
+    kvm_cuda_item item{};
+    item.seq = seq.id;
+    item.n_query = 1;
+    ASSERT_EQ(kvm_cuda_update(batch, &item, 1, rig->stream()), KVM_OK) << kvm_last_error();
+    replay(rig, seq, where);
+  }
+  void replay(Rig* rig, const Seq& seq, const std::string& where) {
+    const size_t n = rig->geometry().n_q_heads * rig->geometry().dim;
+    for (const Rig::Outputs& of_layer : out) {
+      std::fill(of_layer.o, of_layer.o + n, NAN);
+    }
+    rig->driver().replay(graph, rig->stream());
+    rig->driver().settle();
+    for (uint32_t layer = 0; layer < out.size(); ++layer) {
+      rig->expect_row(out[layer], 0, q[layer], layer, seq.shadow, {seq.size() - 1}, where);
+    }
+  }
+};
+
+// Layers of one plan, launches of one graph, graphs of two batches and steps without a tail all
+// find the count that they begin with.
+void take_tails(bool emulate) {
+  FakeOptions options;
+  options.emulate = emulate;
+  options.blocks = 2;
+  Rig rig(options, long_geometry(emulate ? 1 : 2));
+  const kvm_cuda_batch_params params = rig.batch_params(1, kLongTokens, 1, kLongTokens + 100);
+  kvm_cuda_batch* const batches[2] = {rig.batch(params), rig.batch(params)};
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  // Not captured.
+  Step prompt(&rig, batches[0], {{&a, kLongTokens, 1}}, 1),
+      beside(&rig, batches[1], {{&b, 90, 1}}, 2);
+  prompt.run();
+  beside.run();
+  rig.driver().settle();
+  prompt.check("prompt");
+  beside.check("without a tail");
+  uint64_t n_pieces = rig.driver().n_tail_pieces();
+  EXPECT_GT(n_pieces, rig.geometry().n_layers);
+  CapturedAttends first(&rig, batches[0], 10), second(&rig, batches[1], 20);
+  first.attend_to(&rig, batches[0], a, "first batch");
+  EXPECT_GT(rig.driver().n_tail_pieces(), n_pieces);
+  if (emulate) {
+    first.replay(&rig, a, "first batch again");
+    return;
+  }
+  for (uint32_t turn = 0; turn < 2; ++turn) {
+    second.attend_to(&rig, batches[1], a, "second batch");
+    first.replay(&rig, a, "first batch again");
+    n_pieces = rig.driver().n_tail_pieces();
+    first.attend_to(&rig, batches[0], b, "a short step in the same graph");
+    EXPECT_EQ(rig.driver().n_tail_pieces(), n_pieces);
+    first.attend_to(&rig, batches[0], a, "a long one behind it");
+    EXPECT_GT(rig.driver().n_tail_pieces(), n_pieces);
+  }
+}
+
+TEST(DeviceTest, LaunchesTakeTheirTails) { take_tails(true); }
+TEST(DeviceTest, GraphsAndBatchesTakeTheirTails) { take_tails(false); }
+
+TEST(DeviceTest, ReproducibleBitsAreTheSameWithATail) {
+  FakeOptions options;
+  options.emulate = true;
+  std::vector<float> results[2];
+  for (uint32_t n = 0; n < 2; ++n) {
+    options.blocks = n == 0 ? 2 : 7;
+    Rig rig(options, long_geometry(1));
+    kvm_cuda_batch_params params = rig.batch_params(1, kLongTokens, 1, kLongTokens);
+    params.flags = KVM_CUDA_REPRODUCIBLE;
+    kvm_cuda_batch* const batch = rig.batch(params);
+    Seq a = make(&rig, 1);
+    Step step(&rig, batch, {{&a, kLongTokens, 1}}, 5);
+    step.run();
+    rig.driver().settle();
+    EXPECT_EQ(rig.driver().n_tail_pieces() != 0, n == 0);
+    const Rig::Outputs& out = step.outputs(0);
+    const uint32_t n_heads = rig.geometry().n_q_heads;
+    results[n].assign(out.o, out.o + n_heads * rig.geometry().dim);
+    results[n].insert(results[n].end(), out.lse, out.lse + n_heads);
+  }
   EXPECT_EQ(std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4), 0);
 }
 

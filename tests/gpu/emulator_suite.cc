@@ -14,6 +14,7 @@
 #include <cstring>
 #include <functional>
 #include <string_view>
+#include <vector>
 
 #include "attention/cuda/emulator.h"
 #include "attention/cuda/lengths_kernel.h"
@@ -77,7 +78,10 @@ class Suite {
   // Says whether the kernel lets the next one begin. begins_early: it may itself.
   bool launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
               std::span<const std::span<uint8_t>> memory, const std::function<void()>& body,
-              bool begins_early = false);
+              bool begins_early = false, emulator::Order order = emulator::Order::kForward);
+  template <class Shape>
+  void attend_once(Case* one, const DecodePlan& plan, const DecodeParams& params,
+                   const MergeParams& merge, emulator::Order order);
   void conclude(const std::string& name, bool right, double error_o, double error_lse);
 
   uint64_t seed_;
@@ -91,13 +95,13 @@ class Suite {
 
 bool Suite::launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
                    std::span<const std::span<uint8_t>> memory, const std::function<void()>& body,
-                   bool begins_early) {
+                   bool begins_early, emulator::Order order) {
   std::vector<emulator::Range> ranges;
   for (const std::span<uint8_t> range : memory) {
     ranges.push_back({range.data(), range.size()});
   }
   const emulator::Report report =
-      emulator::run({blocks, threads, shared_bytes, ranges, begins_early}, body);
+      emulator::run({blocks, threads, shared_bytes, ranges, begins_early, order, seed_}, body);
   if (report.n_faults != 0) {
     faults_ += std::string(kernel) + ": " + std::to_string(report.n_faults) +
                " faults, first: " + report.first_fault + ". ";
@@ -151,11 +155,45 @@ void Suite::attend(const CaseSpec& spec, const char* shape_name) {
   }
   const DecodeParams params = one.decode_params(plan);
   const MergeParams merge = one.merge_params(plan);
-  one.clear_results();
-  const auto memory = one.memory();
-  const bool lets_begin =
-      launch(spec.prefill ? "prefill" : "decode", plan.n_blocks, Shape::kThreads,
-             Shape::kSharedBytes, memory, [&] { attend_thread<Shape>(params); });
+  // Who takes a piece of a tail changes no bit, and nothing of it is left for the next launch.
+  std::vector<emulator::Order> orders = {emulator::Order::kForward};
+  if (plan.n_tail != 0) {
+    orders.insert(orders.end(),
+                  {emulator::Order::kTurns, emulator::Order::kBackward, emulator::Order::kAny});
+  }
+  Case::Errors errors;
+  std::vector<uint8_t> first_o;
+  for (const emulator::Order order : orders) {
+    one.clear_results();
+    attend_once<Shape>(&one, plan, params, merge, order);
+    if (first_o.empty()) {
+      errors = one.errors();
+      first_o.assign(one.o.data(), one.o.data() + one.o.size());
+    } else if (std::memcmp(first_o.data(), one.o.data(), one.o.size()) != 0) {
+      faults_ += "attention: other bits in another order of blocks. ";
+    }
+    if (one.tail.n_asked != 0) {
+      faults_ += "attention: leaves a count of " + std::to_string(one.tail.n_asked) + ". ";
+    }
+  }
+  const bool bf16 = spec.codec == CodecId::kBf16 || spec.dtype_o == Dtype::kBf16;
+  double* const worst = bf16 ? &worst_o_bf16_ : &worst_o_;
+  *worst = std::max(*worst, errors.o);
+  worst_lse_ = std::max(worst_lse_, errors.lse);
+  if (spec.tail_part != 0 && plan.n_tail == 0) {
+    faults_ += "the plan has no tail. ";
+  }
+  conclude(spec.name + shape_name, errors.ok(), errors.o, errors.lse);
+}
+
+template <class Shape>
+void Suite::attend_once(Case* one, const DecodePlan& plan, const DecodeParams& params,
+                        const MergeParams& merge, emulator::Order order) {
+  const CaseSpec& spec = one->spec();
+  const auto memory = one->memory();
+  const bool lets_begin = launch(
+      spec.prefill ? "prefill" : "decode", plan.n_blocks, Shape::kThreads, Shape::kSharedBytes,
+      memory, [&] { attend_thread<Shape>(params); }, false, order);
   // Whatever else may come next need not wait.
   if (lets_begin != (plan.n_blocks != 0 && !plan.merges.empty())) {
     faults_ += lets_begin ? "attention: lets others than a merge begin. "
@@ -171,12 +209,6 @@ void Suite::attend(const CaseSpec& spec, const char* shape_name) {
         },
         true);
   }
-  const Case::Errors errors = one.errors();
-  const bool bf16 = spec.codec == CodecId::kBf16 || spec.dtype_o == Dtype::kBf16;
-  double* const worst = bf16 ? &worst_o_bf16_ : &worst_o_;
-  *worst = std::max(*worst, errors.o);
-  worst_lse_ = std::max(worst_lse_, errors.lse);
-  conclude(spec.name + shape_name, errors.ok(), errors.o, errors.lse);
 }
 
 // Partial states of random sizes, some of them empty, against sums in fp64.

@@ -212,5 +212,52 @@ TEST(Emulator, BankConflicts) {
   EXPECT_GT(run(32, 8192, [&] { kernel(128); }).n_bank_conflicts, 0u);
 }
 
+// Three blocks count until each has been told that six are gone.
+std::vector<uint32_t> takers(emulator::Order order, uint64_t seed, uint32_t* word) {
+  std::vector<uint32_t> taker;
+  const emulator::Range memory[] = {{word, sizeof *word}};
+  const emulator::Report report = emulator::run({3, 64, 0, memory, false, order, seed}, [&] {
+    while (thread_id() == 40) {
+      const uint32_t count = count_up_to(word, 6 + 3 - 1);
+      if (count >= 6) {
+        break;
+      }
+      EXPECT_EQ(count, taker.size());
+      taker.push_back(block_id());
+    }
+    sync_block();
+  });
+  EXPECT_EQ(report.n_faults, 0u) << report.first_fault;
+  EXPECT_EQ(taker.size(), 6u);
+  EXPECT_EQ(*word, 0u);
+  return taker;
+}
+
+TEST(Emulator, BlocksTakeTurnsWhereTheyCount) {
+  using emulator::Order;
+  uint32_t word = 0;
+  EXPECT_EQ(takers(Order::kForward, 1, &word), std::vector<uint32_t>(6, 0));
+  EXPECT_EQ(takers(Order::kBackward, 1, &word), std::vector<uint32_t>(6, 2));
+  EXPECT_EQ(takers(Order::kTurns, 1, &word), (std::vector<uint32_t>{0, 1, 2, 0, 1, 2}));
+  EXPECT_NE(takers(Order::kAny, 1, &word), takers(Order::kAny, 2, &word));
+}
+
+TEST(Emulator, PlacesAreStoredToOnce) {
+  std::array<uint32_t, 2> words{};
+  const std::vector<emulator::Range> ranges = {{words.data(), sizeof words}};
+  const auto store = [&words](uint32_t at) {
+    if (thread_id() == 0) {
+      store_global(&words[at], block_id());
+    }
+  };
+  EXPECT_EQ(run(
+                32, 0, [&] { store(block_id()); }, ranges)
+                .n_faults,
+            0u);
+  expect_fault(run(
+                   32, 0, [&] { store(0); }, ranges),
+               "stored to twice");
+}
+
 }  // namespace
 }  // namespace kvm::attention::gpu

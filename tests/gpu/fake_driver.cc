@@ -644,8 +644,11 @@ void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
       ranges.push_back({at, size});
     }
   }
+  // Blocks that count together do it in any order.
   const emulator::Report report =
-      emulator::run({blocks, threads, shared_bytes, ranges, begins_early}, kernel);
+      emulator::run({blocks, threads, shared_bytes, ranges, begins_early, emulator::Order::kAny,
+                     options_.seed + counts(Operation::kLaunch)},
+                    kernel);
   if (report.n_faults != 0) {
     complain(std::string(name) + ": " + std::to_string(report.n_faults) +
              " faults, first: " + report.first_fault);
@@ -664,6 +667,7 @@ Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params
   const std::lock_guard lock(mutex_);
   KVM_TRY(begin(Operation::kLaunch, "decode"));
   enqueue(stream, [this, kernel, params, n_blocks] {
+    n_tail_pieces_ += params.tail != nullptr ? params.tail->n : 0;
     if (!options_.emulate) {
       plain_decode(kernel, params, n_blocks);
       return;
@@ -856,6 +860,12 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
         }
       }
       piece = work.next;
+      if (piece == 0 && p.tail != nullptr && p.tail->n != 0) {
+        // As the kernel counts.
+        const uint32_t count = p.tail->n_asked++;
+        piece = count < p.tail->n ? p.tail->first + count : 0;
+        p.tail->n_asked %= p.tail->n + n_blocks;
+      }
     } while (piece != 0);
   }
 }

@@ -89,6 +89,8 @@ class FakeDriver final : public Driver {
   uint64_t copied_bytes() const { return copied_bytes_; }
   // Of copies between host and device.
   uint64_t shortest_transfer() const { return shortest_transfer_; }
+  // Of tails of decode launches that have happened, all together.
+  uint64_t n_tail_pieces() const { return n_tail_pieces_; }
   // The most that was ever enqueued and not done on a stream that there is, but on this one.
   uint64_t deepest_but(Stream stream) const;
 
@@ -211,6 +213,7 @@ class FakeDriver final : public Driver {
   uint64_t mapped_bytes_ = 0;
   uint64_t copied_bytes_ = 0;
   uint64_t shortest_transfer_ = UINT64_MAX;
+  uint64_t n_tail_pieces_ = 0;
   uint64_t last_handle_ = 0;
   std::string complaints_;
   std::atomic<bool> is_ending_{false};

@@ -8,6 +8,8 @@
 #include <random>
 #include <tuple>
 
+#include "base/round.h"
+
 namespace kvm::attention::gpu {
 namespace {
 
@@ -79,7 +81,21 @@ void expect_sound(const Batch& batch, const PlanOptions& options, const DecodePl
       i = work.next;
     } while (i != 0);
   }
-  ASSERT_EQ(n_reached, plan.work.size());
+  ASSERT_EQ(n_reached + plan.n_tail, plan.work.size());
+  ASSERT_TRUE(plan.n_tail == 0 || options.tail_part != 0);
+  uint64_t n_tokens = 0, n_tail_tokens = 0;
+  for (const Work& work : plan.work) {
+    n_tokens += work.end - work.begin;
+  }
+  uint32_t n_cut = 0;
+  for (auto work = plan.work.end() - plan.n_tail; work != plan.work.end(); ++work) {
+    ASSERT_EQ(work->next, 0u);
+    n_tail_tokens += work->end - work->begin;
+    n_cut += work->begin != 0 ? 1 : 0;
+    items[{work->request.q_token / kTokensApart, work->head, work->row_first}].push_back(*work);
+  }
+  ASSERT_LE(n_tail_tokens * options.tail_part, plan.n_tail == 0 ? 0 : n_tokens);
+  ASSERT_TRUE(options.fixed_tokens != 0 || n_cut <= most_tail_cuts(n_tokens, options));
   size_t n_items = 0;
   for (uint32_t r = 0; r < batch.requests.size(); ++r) {
     const Request& request = batch.requests[r];
@@ -87,8 +103,11 @@ void expect_sound(const Batch& batch, const PlanOptions& options, const DecodePl
     for (uint32_t head = 0; head < batch.classes[request.page_class].n_heads; ++head) {
       for (uint32_t row = 0; row < rows; row += options.block_rows) {
         ++n_items;
-        const auto& pieces = items[{r, head, row}];
+        auto& pieces = items[{r, head, row}];
         ASSERT_FALSE(pieces.empty());
+        // Those of the tail come last here, from the item's end on.
+        std::sort(pieces.begin(), pieces.end(),
+                  [](const Work& a, const Work& b) { return a.begin < b.begin; });
         uint32_t at = 0;
         for (const Work& work : pieces) {
           ASSERT_EQ(work.begin, at);
@@ -110,7 +129,7 @@ void expect_sound(const Batch& batch, const PlanOptions& options, const DecodePl
   }
   ASSERT_EQ(items.size(), n_items);
   if (options.fixed_tokens == 0) {
-    EXPECT_LE(plan.work.size(), n_items + options.blocks);
+    EXPECT_LE(plan.work.size(), n_items + options.blocks + n_cut);
   }
   uint32_t slot = 0;
   for (const Merge& merge : plan.merges) {
@@ -159,11 +178,89 @@ TEST(Plan, RandomBatches) {
     options.group = 1 + below(below(4) == 0 ? kMaxMlaGroup : kMaxGpuGroup);
     options.block_rows = kBlockRows[below(3)];
     options.fixed_tokens = below(3) == 0 ? 512 : 0;
+    options.tail_part = below(3) == 0 ? 2 + below(30) : kTailPart;
+    options.tail_load_tokens = below(2) == 0 ? below(3000) : kTailLoadTokens;
+    options.least_tail_tokens = below(2) == 0 ? kCutTokens : kLeastTailTokens;
     for (Request& request : batch.requests) {
       request.n_query = 1 + below(8);
     }
     const DecodePlan made = plan(batch, options);
     ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
+    // The same cuts, whoever has the pieces.
+    if (options.fixed_tokens != 0) {
+      options.tail_part = 0;
+      const DecodePlan without = plan(batch, options);
+      ASSERT_EQ(without.n_tail, 0u);
+      ASSERT_EQ(without.n_slots, made.n_slots);
+      ASSERT_EQ(without.work.size(), made.work.size());
+    }
+  }
+}
+
+uint64_t tail_tokens(const DecodePlan& made) {
+  uint64_t tokens = 0;
+  for (auto work = made.work.end() - made.n_tail; work != made.work.end(); ++work) {
+    tokens += work->end - work->begin;
+  }
+  return tokens;
+}
+
+TEST(Plan, LongLaunchesHaveATail) {
+  PlanOptions options;
+  options.blocks = 264;
+  // Long sequences, and many short ones: of both a 16th, to the last pieces that were owed.
+  for (const uint32_t length : {1u << 20, 65536u, 4096u, 3000u, 700u}) {
+    SCOPED_TRACE(length);
+    const uint64_t wanted = uint64_t{2} * kTailLoadTokens * options.blocks;
+    const auto n = static_cast<uint32_t>(div_up(wanted, uint64_t{length} * 8));
+    const Batch batch = uniform_batch(std::vector<uint32_t>(n, length), 8);
+    const DecodePlan made = plan(batch, options);
+    ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
+    const uint64_t part = uint64_t{length} * n * 8 / kTailPart;
+    EXPECT_LE(tail_tokens(made), part);
+    EXPECT_GE(tail_tokens(made), part - 4096);
+    // The first pieces are a block's share of the tail, the last ones are the shortest.
+    uint32_t before = UINT32_MAX;
+    for (auto work = made.work.end() - made.n_tail; work != made.work.end(); ++work) {
+      const uint32_t tokens = work->end - work->begin;
+      EXPECT_LE(tokens, before);
+      EXPECT_GE(tokens, kLeastTailTokens);
+      before = tokens;
+    }
+    const Work& first = made.work[made.work.size() - made.n_tail];
+    EXPECT_LE(first.end - first.begin, part / options.blocks + options.least_tokens);
+    EXPECT_LE(before, kLeastTailTokens + options.least_tokens);
+    // What blocks have of their own is even.
+    EXPECT_EQ(made.n_blocks, options.blocks);
+    EXPECT_LE(longest_block_tokens(made, options),
+              (uint64_t{length} * n * 8 - tail_tokens(made) +
+               (made.work.size() - made.n_tail) * options.overhead_tokens) /
+                      options.blocks +
+                  options.least_tokens + 2 * kCutTokens);
+    options.tail_part = 0;
+    EXPECT_EQ(plan(batch, options).n_tail, 0u);
+    options.tail_part = kTailPart;
+  }
+  // One token less than makes a launch long.
+  options.blocks = 4;
+  EXPECT_GT(plan(uniform_batch({4 * kTailLoadTokens}, 1), options).n_tail, 0u);
+  EXPECT_EQ(plan(uniform_batch({4 * kTailLoadTokens - 1}, 1), options).n_tail, 0u);
+  EXPECT_EQ(most_tail_cuts(4 * kTailLoadTokens, options), kTailCuts * options.blocks);
+  EXPECT_EQ(most_tail_cuts(4 * kTailLoadTokens - 1, options), 0u);
+}
+
+// However long the launch, tails cut so many pieces, and an item has no more than can be merged.
+TEST(Plan, TailsAreOfAFewPiecesForEachBlock) {
+  for (const uint32_t blocks : {1u, 3u, 264u, 1000u, kMaxMergeSlots}) {
+    for (const uint32_t length : {1u << 24, 1u << 30}) {
+      const PlanOptions options{.blocks = blocks};
+      const Batch batch = uniform_batch({length}, 1);
+      const DecodePlan made = plan(batch, options);
+      ASSERT_NO_FATAL_FAILURE(expect_sound(batch, options, made));
+      EXPECT_LE(made.n_tail, kTailCuts * blocks);
+      EXPECT_LE(made.n_slots, kMaxMergeSlots);
+      EXPECT_EQ(made.n_tail == 0, blocks == kMaxMergeSlots);
+    }
   }
 }
 

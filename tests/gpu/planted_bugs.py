@@ -23,12 +23,12 @@ import threading
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CUDA = "attention/cuda/"
 (DECODE, PREFILL, MLA, TILES, ROWS, CODES, LOGITS, SHAPES, MERGE, APPEND, PAGES, PLAN, TABLE,
- LENGTHS, STRETCH, READ, STATES) = (
+ LENGTHS, STRETCH, READ, STATES, TAIL) = (
     CUDA + name for name in
     ("decode_kernel.h", "prefill_kernel.h", "mla_kernel.h", "tiles.h", "warp_rows.h",
      "code_rows.h", "logits.h", "shapes.h", "merge_kernel.h", "append_kernel.h", "pages.h",
      "plan.cc", "table_kernel.h", "lengths_kernel.h", "stretch.h", "read_kernel.h",
-     "states_kernel.h"))
+     "states_kernel.h", "tail.h"))
 
 # Class, file, what is there, what is planted.
 BUGS = [
@@ -486,6 +486,32 @@ BUGS = [
     ("plan", PLAN, "n_before <= full ? 0 :", "true ? 0 :"),
     ("plan", PLAN, "counts.n_slots, n_pieces, first}", "counts.n_slots, n_pieces, first + 1}"),
     ("plan", PLAN, "begin += take;", "begin += take + (begin == 0 ? kCutTokens : 0);"),
+    # The tail of a launch: who counts, what becomes of the count, who learns it.
+    ("tail", TAIL, "(&p.tail->first) + asked", "(&p.tail->first) + asked + 1"),
+    ("tail", TAIL, "n + block_count() - 1", "n + block_count()"),
+    ("tail", TAIL, "n + block_count() - 1", "n + block_count() - 2"),
+    ("tail", TAIL, "n + block_count() - 1", "~0u"),
+    ("tail", TAIL, "return asked < load_global", "return asked + 1 < load_global"),
+    ("tail", TAIL, "return asked < load_global", "return asked <= load_global"),
+    ("tail", TAIL, "return asked < load_global", "return asked % 5 != 4 && asked < load_global"),
+    ("tail", TAIL, "if (work.next != 0 || p.tail == nullptr) {", "if (p.tail == nullptr) {"),
+    ("tail", DECODE, "asked = thread_id() == 0 ? ask_for_piece",
+     "asked = lane_id() == 0 ? ask_for_piece"),
+    ("tail", DECODE, "asked = thread_id() == 0 ? ask_for_piece(p, p.work[piece]) : kNotAsked;",
+     "asked = kNotAsked;"),
+    ("tail", DECODE, "piece_behind(p, p.work[piece], asked));",
+     "piece_behind(p, p.work[piece], ask_for_piece(p, p.work[piece])));"),
+    ("tail", DECODE, "    piece = load_shared<uint32_t>(shared_start() + Shape::kNextAt);\n",
+     "    piece = piece_behind(p, p.work[piece], asked);\n"),
+    ("tail", DECODE, "kNextAt = kStateBytes;", "kNextAt = kStateBytes - 4;"),
+    ("barrier", DECODE, "    sync_block();\n    piece = load_shared", "    piece = load_shared"),
+    ("tail", PLAN, "counts.n_slots + n_pieces - 1 - i)",
+     "counts.n_slots + n_pieces - 1)"),
+    ("tail", PLAN, "whole.slot = n_pieces == 1 ? -1 :", "whole.slot ="),
+    ("tail", PLAN, "return begin == 0 && kept != n_tokens ? kept : begin;", "return begin;"),
+    ("tail", PLAN, "      from.n_kept = begin;\n", ""),
+    ("tail", PLAN, "giver->n_kept == 0 || visit(giver->n_kept, piece, 1u)", "true"),
+    ("tail", PLAN, "    n_pieces += n_given;\n", ""),
     # Rows read back, and states from elsewhere.
     ("page lookup", READ, "p.page_table + p.tables[c] + page", "p.page_table + p.tables[0] + page"),
     ("page lookup", READ, "const uint32_t list = p.first + token;", "const uint32_t list = token;"),
