@@ -441,8 +441,12 @@ TEST(BridgeTest, WhatIsStoredGoesToTheDiskAndComesBack) {
     }
     EXPECT_GT(n_away, uint64_t{6} << 20);
     for (uint32_t i = 0; i < kSequences; i += 5) {
-      kvm_seq_id here = 0;
-      ASSERT_EQ(sides.load(Sides::copy(stored[i]), &here), KVM_OK) << kvm_last_error();
+      // What a store goes on from is away, too.
+      kvm_seq_id again = 0, here = 0;
+      ASSERT_EQ(sides.store(Sides::copy(sources[i % 2], 600, KVM_POSITION_END, stored[i]), &again),
+                KVM_OK)
+          << kvm_last_error();
+      ASSERT_EQ(sides.load(Sides::copy(again), &here), KVM_OK) << kvm_last_error();
       EXPECT_EQ(sides.device_rows(here, kTokens), sides.device_rows(sources[i % 2], kTokens)) << i;
       ASSERT_EQ(kvm_seq_free(sides.rig.client(), here), KVM_OK);
     }
@@ -925,10 +929,7 @@ TEST(BridgeTest, PrefixesMayBeFreedMeanwhile) {
 
 // kvmd closes the host's connection, which clears its arenas, when all rows of a load lie in one
 // and the device has not come to them.
-TEST(BridgeTest, AConnectionThatIsClosedFailsALoad) {
-  if (!has_server()) {
-    GTEST_SKIP() << "a service of this process closes no connection";
-  }
+TEST(ServedBridgeTest, AConnectionThatIsClosedFailsALoad) {
   FakeOptions options;
   options.runs_by_itself = true;
   Sides sides(options, {}, {});
@@ -960,50 +961,6 @@ TEST(BridgeTest, AConnectionThatIsClosedFailsALoad) {
   sides.rig.driver().settle();
   sides.rig.driver().unregister_host(word);
   kvm_client_close(other);
-}
-
-// Of a host whose pages are on a disk for the most part: sources of loads, and what a store goes on
-// from.
-TEST(BridgeTest, PagesOfTheHostMayBeOnADisk) {
-  const kvm::testing::TemporaryDirectory folder;
-  const kvm::testing::Daemon daemon({"--host-capacity", "16MiB", "--disk-directories",
-                                     folder.path(), "--disk-capacity", "256MiB"},
-                                    "kvmd_on_fake");
-  FakeOptions options;
-  options.runs_by_itself = true;
-  Geometry geometry;
-  geometry.n_layers = 4;
-  Sides sides(options, geometry, geometry, 200'000);
-  kvm_cuda_bridge_destroy(std::exchange(sides.bridge, nullptr));
-  kvm_queue_destroy(std::exchange(sides.queue, nullptr));
-  kvm_client_close(sides.client);
-  sides.client = kvm::testing::connect_to_daemon(daemon, "host");
-  sides.space = register_space(sides.client, geometry);
-  ASSERT_EQ(kvm_queue_create(sides.client, nullptr, &sides.queue), KVM_OK) << kvm_last_error();
-  ASSERT_EQ(sides.open_bridge(200'000), KVM_OK) << kvm_last_error();
-  constexpr uint32_t kTokens = 990, kMore = 33;
-  constexpr size_t kStored = 10;  // 20 MiB
-  const kvm_seq_id source = sides.rig.create();
-  sides.append_here(source, sides.numbers(3, kTokens));
-  const Sides::Rows expected = sides.device_rows(source, kTokens);
-  const Sides::Rows more = sides.device_rows(source, kMore);
-  std::vector<kvm_seq_id> stored(kStored);
-  for (kvm_seq_id& to : stored) {
-    ASSERT_EQ(sides.store(Sides::copy(source), &to), KVM_OK) << kvm_last_error();
-  }
-  kvm_stats stats{};
-  stats.struct_size = sizeof stats;
-  ASSERT_EQ(kvm_get_stats(sides.client, &stats), KVM_OK);
-  EXPECT_GT(stats.n_pages_away, 0u);
-  for (size_t i = 0; i < kStored; ++i) {
-    kvm_seq_id longer = 0, here = 0;
-    ASSERT_EQ(sides.store(Sides::copy(source, 0, kMore, stored[i]), &longer), KVM_OK)
-        << kvm_last_error();
-    ASSERT_EQ(sides.load(Sides::copy(longer), &here), KVM_OK) << kvm_last_error();
-    EXPECT_EQ(sides.device_rows(here, kTokens), expected) << i;
-    EXPECT_EQ(sides.device_rows(here, kMore, kTokens), more) << i;
-    ASSERT_EQ(kvm_seq_free(sides.rig.client(), here), KVM_OK);
-  }
 }
 
 }  // namespace
