@@ -17,6 +17,7 @@
 #include "codecs/codec.h"
 #include "device/device_store.h"
 #include "device/remote_store.h"
+#include "engine/space/space_info.h"
 
 namespace kvm::client {
 
@@ -298,26 +299,10 @@ Result<kvm_space_id> DeviceClient::find_space(const std::string& name) {
 }
 
 kvm_space_info DeviceClient::describe(uint64_t id, const DeviceService::SpaceRecord& record) const {
-  const engine::Space& space = *record.space;
-  kvm_space_info info{};
-  info.struct_size = sizeof info;
-  info.n_layers = space.n_layers;
+  kvm_space_info info = engine::describe_space(*record.space);
   info.space = id;
-  ::memcpy(info.name, space.name.data(), space.name.size());  // shorter than info.name
-  std::copy(space.fingerprint.begin(), space.fingerprint.end(), info.fingerprint);
-  std::copy(space.geometry_digest.begin(), space.geometry_digest.end(), info.geometry_digest);
-  info.n_q_heads = space.n_q_heads;
-  info.n_kv_heads = space.n_kv_heads;
-  info.head_dim_k = space.head_dim_k;
-  info.head_dim_v = space.head_dim_v;
-  info.codec = static_cast<uint32_t>(space.codec);
   info.uid = static_cast<uint32_t>(::geteuid());
-  info.flags = space.v_in_k ? uint32_t{KVM_SPACE_V_IN_K} : 0;
-  info.n_head_classes = space.n_lists;
   info.n_sequences = record.n_sequences;
-  info.bytes_per_token = space.bytes_per_token;
-  info.page_tokens = kPageTokens;
-  info.default_mode = space.default_choice.mode;  // EXACT, without numbers
   return info;
 }
 

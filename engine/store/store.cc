@@ -5,13 +5,13 @@
 #include <sys/random.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/assert.h"
 #include "base/counted.h"
 #include "base/round.h"
 #include "base/undo.h"
+#include "engine/space/space_info.h"
 #include "engine/store/id_table.h"
 #include "engine/store/observations.h"
 #include "engine/store/sequence.h"
@@ -31,32 +31,13 @@ constexpr uint64_t kPagesPerSequence = 16;
 
 kvm_space_info info_of(const SpaceRecord& record) {
   const Space& space = *record.space;
-  kvm_space_info info{};
-  info.struct_size = sizeof info;
-  info.n_layers = space.n_layers;
+  kvm_space_info info = describe_space(space);
   info.space = record.id;
-  std::memcpy(info.name, space.name.data(), space.name.size());  // shorter than info.name
-  std::copy(space.fingerprint.begin(), space.fingerprint.end(), info.fingerprint);
-  info.n_q_heads = space.n_q_heads;
-  info.n_kv_heads = space.n_kv_heads;
-  info.head_dim_k = space.head_dim_k;
-  info.head_dim_v = space.head_dim_v;
-  info.flags = space.flags();
-  info.codec = static_cast<uint32_t>(space.codec);
   info.uid = record.uid;
-  std::copy(space.geometry_digest.begin(), space.geometry_digest.end(), info.geometry_digest);
+  info.n_sequences = record.n_sequences;
   std::copy(space.layout_digest.begin(), space.layout_digest.end(), info.layout_digest);
   std::copy(space.policy_digest.begin(), space.policy_digest.end(), info.policy_digest);
   std::copy(space.index_digest.begin(), space.index_digest.end(), info.index_digest);
-  info.n_head_classes = space.n_lists;
-  info.n_sequences = record.n_sequences;
-  info.bytes_per_token = space.bytes_per_token;
-  info.page_tokens = kPageTokens;
-  info.default_mode = space.default_choice.mode;
-  info.default_proposal = space.default_choice.proposal;
-  info.default_eps = space.default_choice.eps;
-  info.default_delta = space.default_choice.delta;
-  info.default_budget = space.default_choice.budget;
   return info;
 }
 
