@@ -113,6 +113,9 @@ struct DecodePlan {
   std::vector<Merge> merges;
   uint32_t n_slots = 0;
   uint32_t max_rows = 0;
+
+  // Of a launch that has not begun.
+  Tail tail() const { return {static_cast<uint32_t>(work.size()) - n_tail, n_tail, 0}; }
 };
 
 // Likewise, into vectors.

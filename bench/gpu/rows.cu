@@ -42,28 +42,36 @@ RowTensor packed(void* data, Dtype dtype, uint32_t n_heads, uint32_t dim) {
   return {data, int64_t{n_heads} * dim, dim, dtype, dim};
 }
 
-void measure_reads(CodecId codec, const LockedBuffer& k, const LockedBuffer& v,
-                   const DeviceBuffer& memory, const Args& args) {
-  WorkloadSpec spec;
-  spec.codec = codec;
-  spec.lengths = {kTokens};
-  const Workload workload(spec, memory);
+// Of rows that a workload has in its pages; where they go to and how many the caller says.
+ReadParams read_params(const Workload& workload) {
   const attention::gpu::DecodeParams& from = workload.decode_params(0);
   ReadParams params;
   params.pool = from.pool;
   params.page_table = from.page_table;
   params.n_classes = 1;
   params.dim = kDim;
+  return params;
+}
+
+void read(CodecId codec, const ReadParams& params, cudaStream_t stream) {
+  const uint32_t most = kBlocksPerSm * static_cast<uint32_t>(device_facts().sms);
+  check(launch_read(codec, params, params.n_tokens < most ? params.n_tokens : most, stream),
+        "read");
+}
+
+void measure_reads(CodecId codec, const LockedBuffer& k, const LockedBuffer& v,
+                   const DeviceBuffer& memory, const Args& args) {
+  WorkloadSpec spec;
+  spec.codec = codec;
+  spec.lengths = {kTokens};
+  const Workload workload(spec, memory);
+  ReadParams params = read_params(workload);
   params.k = packed(k.data(), Dtype::kBf16, kHeads, kDim);
   params.v = packed(v.data(), Dtype::kBf16, kHeads, kDim);
   for (const uint32_t n_tokens : {1u, 64u, 1024u, kTokens}) {
     params.n_tokens = n_tokens;
-    const uint32_t most = kBlocksPerSm * static_cast<uint32_t>(device_facts().sms);
-    const double us = time_us(
-        [&](uint32_t, cudaStream_t stream) {
-          check(launch_read(codec, params, n_tokens < most ? n_tokens : most, stream), "read");
-        },
-        4, args.quick ? 3 : 9);
+    const double us = time_us([&](uint32_t, cudaStream_t stream) { read(codec, params, stream); },
+                              4, args.quick ? 3 : 9);
     const std::string name = std::to_string(n_tokens) + " tokens of " +
                              codecs::codec_of(codec).name + " into page-locked memory, ";
     print_figure("U10", name + "time", "us", us);
@@ -79,13 +87,8 @@ void measure_store(const LockedBuffer& host, const DeviceBuffer& memory, const A
   WorkloadSpec spec;
   spec.lengths = {kTokens};
   const Workload workload(spec, memory);
-  const attention::gpu::DecodeParams& from = workload.decode_params(0);
   const DeviceBuffer slots(kTokens / kPiece * 2 * kPlane);
-  ReadParams params;
-  params.pool = from.pool;
-  params.page_table = from.page_table;
-  params.n_classes = 1;
-  params.dim = kDim;
+  ReadParams params = read_params(workload);
   params.n_tokens = kPiece;
   const double us = time_us(
       [&](uint32_t, cudaStream_t stream) {
@@ -94,8 +97,7 @@ void measure_store(const LockedBuffer& host, const DeviceBuffer& memory, const A
           params.first = piece * kPiece;
           params.k = packed(slot, Dtype::kBf16, kHeads, kDim);
           params.v = packed(slot + kPlane, Dtype::kBf16, kHeads, kDim);
-          const auto most = kBlocksPerSm * static_cast<uint32_t>(device_facts().sms);
-          check(launch_read(CodecId::kBf16, params, most < kPiece ? most : kPiece, stream), "read");
+          read(CodecId::kBf16, params, stream);
           check(cudaMemcpyAsync(host.data(), slot, 2 * kPlane, cudaMemcpyDeviceToHost, stream),
                 "cudaMemcpyAsync");
         }

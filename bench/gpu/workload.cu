@@ -182,7 +182,7 @@ void Workload::plan(uint32_t blocks, uint32_t tail_part, uint32_t tail_load_toke
   }
   plan_ = plan_decode(requests_, classes_, heads_, options);
   work_ = upload(std::span<const Work>(plan_.work));
-  const Tail tail{static_cast<uint32_t>(plan_.work.size()) - plan_.n_tail, plan_.n_tail, 0};
+  const Tail tail = plan_.tail();
   tail_ = upload(std::span(&tail, 1));
   merges_ = upload(std::span<const Merge>(plan_.merges));
   partial_o_ = DeviceBuffer(uint64_t{plan_.n_slots} * options.block_rows * spec_.dim_v() * 4);

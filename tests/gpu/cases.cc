@@ -1515,7 +1515,7 @@ DecodeParams Case::decode_params(const DecodePlan& plan) {
   params.partial_o = partial_o.data();
   params.partial_lse = partial_lse.data();
   if (spec_.takes_tails()) {
-    tail = {static_cast<uint32_t>(plan.work.size()) - plan.n_tail, plan.n_tail, 0};
+    tail = plan.tail();
     params.tail = &tail;
   }
   params.merge_follows = !plan.merges.empty();
