@@ -5,8 +5,6 @@
 // asked for: what is left is the bridge, the arena, and the daemon's appends and reads of 32 layers
 // of an 8B model. Bytes are those of the rows as they cross. Judged, between runs, by memcpy of as
 // many bytes on as many threads as the daemon has, out of memory as large as the arena or into it.
-#include <fmt/format.h>
-
 #include <cstring>
 #include <memory>
 #include <string>
@@ -18,7 +16,6 @@
 #include "bench/null_driver.h"
 #include "bench/service_client.h"
 #include "client/embedded_bridge.h"
-#include "codecs/codec.h"
 #include "device/device_store.h"
 
 namespace kvm::bench {

@@ -6,7 +6,6 @@
 #include <string>
 #include <utility>
 
-#include "base/assert.h"
 #include "base/clock.h"
 #include "base/limits.h"
 #include "base/round.h"
@@ -36,19 +35,16 @@ Status answer(kvm_status code) {
   return code == KVM_OK ? Status::ok() : Status(code, kvm_last_error());
 }
 
-bool is_numbers(CodecId id) {
-  return id == CodecId::kF32 || id == CodecId::kF16 || id == CodecId::kBf16;
-}
-
 // What rows travel as: no bit is lost that the target would have kept, and no byte crosses that it
 // would drop.
 Dtype dtype_between(CodecId source, CodecId target) {
-  const auto dtype = [](CodecId id) { return static_cast<Dtype>(codecs::codec_of(id).elem); };
-  if (is_numbers(source) && is_numbers(target)) {
-    return dtype_size_bytes(dtype(target)) < dtype_size_bytes(dtype(source)) ? dtype(target)
-                                                                             : dtype(source);
+  const codecs::Codec &from = codecs::codec_of(source), &to = codecs::codec_of(target);
+  if (from.is_scaled() && to.is_scaled()) {
+    return Dtype::kF32;
   }
-  return is_numbers(source) ? dtype(source) : is_numbers(target) ? dtype(target) : Dtype::kF32;
+  // That of the one whose elements are numbers; of two, the narrower.
+  const bool as_target = from.is_scaled() || (!to.is_scaled() && to.bits() < from.bits());
+  return static_cast<Dtype>(as_target ? to.elem : from.elem);
 }
 
 // The tokens that are meant of a source of n_tokens. Fails: INVALID.
@@ -227,7 +223,7 @@ Status DeviceBridge::compare_spaces() {
   dtype_out_ = dtype_between(layout_->codec, codec);
   dtype_in_ = dtype_between(codec, layout_->codec);
   for (uint32_t i = 0; i < layout_->layers.size(); ++i) {
-    if (layout_->layers[i].has_keys && layout_->layers[i].storage_layer == i) {
+    if (layout_->stores(i)) {
       layers_.push_back(i);
     }
   }
@@ -257,12 +253,11 @@ Status DeviceBridge::divide_staging() {
                    " tokens of a layer take");
   }
   piece_tokens_ = n_tokens;
-  slot_bytes_ = slot_bytes(n_tokens);
   slots_.resize(n_slots);
   for (size_t i = 0; i < slots_.size(); ++i) {
-    slots_[i].at = i * slot_bytes_;
+    slots_[i].at = i * slot_bytes(n_tokens);
   }
-  staging_bytes_ = n_slots * slot_bytes_;
+  staging_bytes_ = n_slots * slot_bytes(n_tokens);
   return Status::ok();
 }
 
@@ -397,19 +392,14 @@ void DeviceBridge::end_copy() {
 }
 
 Result<kvm_seq_id> DeviceBridge::make_here(kvm_seq_id onto, uint64_t n_before) {
-  SeqRequest request;
-  request.verb = onto == 0 ? SeqVerb::kCreate : SeqVerb::kFork;
-  request.space = options_.space;
-  request.seq = onto;
-  request.n_tokens = onto == 0 ? 0 : n_before;
-  return client_->seq(request);
+  return client_->seq(onto == 0
+                          ? SeqRequest{.verb = SeqVerb::kCreate, .space = options_.space}
+                          : SeqRequest{.verb = SeqVerb::kFork, .seq = onto, .n_tokens = n_before});
 }
 
 void DeviceBridge::free_here(kvm_seq_id seq) {
-  SeqRequest request;
-  request.verb = SeqVerb::kFree;
-  request.seq = seq;
-  (void)client_->seq(request);  // if it fails, everything of the client is gone
+  // If it fails, everything of the client is gone.
+  (void)client_->seq({.verb = SeqVerb::kFree, .seq = seq});
 }
 
 Result<kvm_seq_id> DeviceBridge::make_there(kvm_seq_id onto, uint64_t n_before, uint64_t n_new) {
@@ -486,7 +476,7 @@ Status DeviceBridge::copy_out(const BridgeCopy& copy, kvm_seq_id to) {
 
 Result<kvm_seq_id> DeviceBridge::load(const BridgeCopy& copy, device::Stream stream) {
   BridgeCopy of = copy;
-  // Likewise; and of a prefix, it is a use that counts.
+  // As in store; and of a prefix, it is a use that counts.
   KVM_TRY(answer(kvm_seq_fork(&host_, copy.source, KVM_POSITION_END, &of.source)));
   const Undo forgetting([&] { (void)kvm_seq_free(&host_, of.source); });
   KVM_TRY_ASSIGN(const kvm_seq_info source, host_seq_info(&host_, of.source));

@@ -129,7 +129,7 @@ class DeviceBridge {
   device::DeviceTensor device_tensor(const Slot& slot, uint64_t at, uint64_t n_bytes,
                                      Dtype dtype) const;
   Status update(kvm_seq_id seq, uint64_t n_append, device::Stream stream);
-  // Sequences to copy to: forks of `onto` with n_before tokens or, if that is 0, empty ones.
+  // Sequences to copy to: forks of `onto` with n_before tokens or, where onto is 0, empty ones.
   Result<kvm_seq_id> make_here(kvm_seq_id onto, uint64_t n_before);
   Result<kvm_seq_id> make_there(kvm_seq_id onto, uint64_t n_before, uint64_t n_new);
   void free_here(kvm_seq_id seq);
@@ -146,7 +146,6 @@ class DeviceBridge {
   Dtype dtype_out_ = Dtype::kF32;
   Dtype dtype_in_ = Dtype::kF32;
   uint32_t piece_tokens_ = 0;
-  uint64_t slot_bytes_ = 0;
   uint64_t staging_bytes_ = 0;
 
   HostRequests requests_;

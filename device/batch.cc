@@ -792,8 +792,7 @@ Status Batch::check_values(const DeviceTensor& k, const DeviceTensor& v, uint64_
 
 Result<AppendParams> Batch::append_params(uint32_t layer, const DeviceTensor& k,
                                           const DeviceTensor& v, uint64_t n_rows) const {
-  if (layer >= space_->layers.size() || !space_->layers[layer].has_keys ||
-      space_->layers[layer].storage_layer != layer) {
+  if (layer >= space_->layers.size() || !space_->stores(layer)) {
     return invalid("layer " + number(layer) + " stores no keys and values of its own");
   }
   const uint64_t n_heads = space_->layers[layer].n_kv_heads;

@@ -84,6 +84,10 @@ struct SpaceLayout {
   uint64_t number = 0;            // of a RemoteStore's
 
   const LayerLayout& storage(uint32_t layer) const { return layers[layers[layer].storage_layer]; }
+  // Whether the layer stores keys itself.
+  bool stores(uint32_t layer) const {
+    return layers[layer].has_keys && layers[layer].storage_layer == layer;
+  }
   bool v_in_k() const { return dim == attention::gpu::kMlaDim; }
   uint32_t dim_v() const { return attention::gpu::value_dim(dim); }
   // How a layer's part of a page lies, with so many heads.
