@@ -674,6 +674,22 @@ TEST(BridgeTest, RefusesBridges) {
   kvm_cuda_bridge_destroy(nullptr);
 }
 
+// Expects that there is no bridge between spaces of these.
+void expect_no_bridge(const Geometry& here, const Geometry& there, const std::string& words) {
+  Rig rig({}, here);
+  kvm_client* const client = rig.open_host();
+  kvm_cuda_bridge_params params{};
+  params.struct_size = sizeof params;
+  params.host = client;
+  params.host_space = register_space(client, there);
+  params.space = rig.space();
+  params.max_tokens = kMaxTokens;
+  kvm_cuda_bridge* bridge = nullptr;
+  expect_refused(kvm_cuda_bridge_create(rig.client(), &params, &bridge), KVM_ERR_INVALID, words);
+  kvm_cuda_bridge_destroy(bridge);
+  kvm_client_close(client);
+}
+
 TEST(BridgeTest, RefusesSpacesThatDoNotAgree) {
   for (uint32_t differs = 0; differs < 4; ++differs) {
     Geometry there;
@@ -684,19 +700,8 @@ TEST(BridgeTest, RefusesSpacesThatDoNotAgree) {
       there = latent_geometry(4);
       there.n_kv_heads = 2;
     }
-    const Geometry here = differs == 3 ? latent_geometry(4) : Geometry{};
-    Rig rig({}, here);
-    kvm_client* const client = rig.open_host();
-    kvm_cuda_bridge_params params{};
-    params.struct_size = sizeof params;
-    params.host = client;
-    params.host_space = register_space(client, there);
-    params.space = rig.space();
-    params.max_tokens = kMaxTokens;
-    kvm_cuda_bridge* out = nullptr;
-    expect_refused(kvm_cuda_bridge_create(rig.client(), &params, &out), KVM_ERR_INVALID,
-                   "the spaces do not agree");
-    kvm_client_close(client);
+    expect_no_bridge(differs == 3 ? latent_geometry(4) : Geometry{}, there,
+                     "the spaces do not agree");
   }
 }
 
@@ -844,18 +849,8 @@ TEST(BridgeTest, RefusesLayersThatDoNotAgree) {
     here.n_layers = there.n_layers = 3;
     here.layers = of.here;
     there.layers = of.there;
-    Rig rig({}, here);
-    kvm_client* const client = rig.open_host();
-    kvm_cuda_bridge_params params{};
-    params.struct_size = sizeof params;
-    params.host = client;
-    params.host_space = register_space(client, there);
-    params.space = rig.space();
-    params.max_tokens = kMaxTokens;
-    kvm_cuda_bridge* bridge = nullptr;
-    EXPECT_EQ(kvm_cuda_bridge_create(rig.client(), &params, &bridge), KVM_ERR_INVALID) << of.name;
-    kvm_cuda_bridge_destroy(bridge);
-    kvm_client_close(client);
+    SCOPED_TRACE(of.name);
+    expect_no_bridge(here, there, "layers differ in what they store");
   }
 }
 
