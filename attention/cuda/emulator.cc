@@ -220,7 +220,7 @@ void Machine::meet_warp(const char* operation, void* argument, Act act) {
   Meeting& meeting = block_->warps[thread() / kLanes];
   if (meeting.arrived == 0) {
     meeting.operation = operation;
-  } else if (std::strcmp(meeting.operation, operation) != 0) {
+  } else if (meeting.operation != operation && std::strcmp(meeting.operation, operation) != 0) {
     fault("threads of a warp meet at different operations");
     wait_for(&never_, 0);  // what the operation would work on is not there
   }

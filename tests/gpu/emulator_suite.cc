@@ -5,7 +5,7 @@
 //
 // Prints a line per configuration and the largest errors; exits 1 if one of them is wrong, with
 // --first at once. Without GoogleTest, for planted_bugs.py compiles it many times over, and only
-// the part of it that finds a mistake soonest.
+// the part of it that finds a mistake soonest (emulated_attention.h).
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -24,40 +24,20 @@
 #include "attention/cuda/table_kernel.h"
 #include "base/splitmix.h"
 #include "tests/gpu/cases.h"
+#include "tests/gpu/emulated_attention.h"
 #include "tests/gpu/row_cases.h"
-
-// Which parts are compiled, as bits: 1 decode kernels of 16-bit rows, 2 of narrower ones, 4 prefill
-// kernels, 8 MLA kernels, 16 the kernels that do not attend.
-#ifndef KVM_SUITE_PARTS
-#define KVM_SUITE_PARTS 31
-#endif
 
 namespace kvm::attention::gpu::testing {
 namespace {
-
-constexpr bool is_in(uint32_t part) { return (KVM_SUITE_PARTS & part) != 0; }
-
-template <class Shape>
-constexpr bool attends_here() {
-  if (Shape::kIsMla) {
-    return is_in(8);
-  }
-  if (kIsPrefill<Shape>) {
-    return is_in(4);
-  }
-  return is_in(kIsNarrow<Shape::kElement> ? 2 : 1);
-}
 
 class Suite {
  public:
   Suite(uint64_t seed, bool quiet, bool first) : seed_(seed), quiet_(quiet), first_(first) {}
 
-  // With the shape that is shipped for it.
-  void decode(const CaseSpec& spec);
-  template <class Shape>
-  void decode_with(const CaseSpec& spec, const char* shape_name);
-  template <class Shape>
-  void attend(const CaseSpec& spec, const char* shape_name);
+  // With the kernel that is shipped for it.
+  void attend(const CaseSpec& spec);
+  // Does nothing with a kernel that is not compiled.
+  void attend_with(const EmulatedKernel& kernel, const CaseSpec& spec, const char* shape_name);
   void merge(uint32_t dim, uint32_t n_slots, uint32_t n_empty, bool sinks = false);
   void append(const AppendSpec& spec);
   void read(const ReadSpec& spec);
@@ -79,9 +59,8 @@ class Suite {
   bool launch(const char* kernel, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
               std::span<const std::span<uint8_t>> memory, const std::function<void()>& body,
               bool begins_early = false, emulator::Order order = emulator::Order::kForward);
-  template <class Shape>
-  void attend_once(Case* one, const DecodePlan& plan, const DecodeParams& params,
-                   const MergeParams& merge, emulator::Order order);
+  void attend_once(const EmulatedKernel& kernel, Case* one, const DecodePlan& plan,
+                   const DecodeParams& params, const MergeParams& merge, emulator::Order order);
   void conclude(const std::string& name, bool right, double error_o, double error_lse);
 
   uint64_t seed_;
@@ -127,23 +106,19 @@ void Suite::conclude(const std::string& name, bool right, double error_o, double
   }
 }
 
-void Suite::decode(const CaseSpec& spec) {
-  const bool known = visit_shape(spec.codec, spec.dim, spec.block_rows(),
-                                 [&]<class Shape>(Shape) { decode_with<Shape>(spec, ""); });
-  if (!known) {
-    conclude(spec.name + ": no such shape", false, 0, 0);
+void Suite::attend(const CaseSpec& spec) {
+  if (const auto kernel = attention_kernel(spec.codec, spec.dim, spec.block_rows())) {
+    attend_with(*kernel, spec, "");
+  } else {
+    conclude(spec.name + ": no such kernel", false, 0, 0);
   }
 }
 
-template <class Shape>
-void Suite::decode_with(const CaseSpec& spec, const char* shape_name) {
-  if constexpr (attends_here<Shape>()) {
-    attend<Shape>(spec, shape_name);
+void Suite::attend_with(const EmulatedKernel& kernel, const CaseSpec& spec,
+                        const char* shape_name) {
+  if (!kernel) {
+    return;
   }
-}
-
-template <class Shape>
-void Suite::attend(const CaseSpec& spec, const char* shape_name) {
   Case one(spec, seed_);
   DecodePlan plan = one.plan();
   if (spec.is_late()) {
@@ -165,7 +140,7 @@ void Suite::attend(const CaseSpec& spec, const char* shape_name) {
   std::vector<uint8_t> first_o;
   for (const emulator::Order order : orders) {
     one.clear_results();
-    attend_once<Shape>(&one, plan, params, merge, order);
+    attend_once(kernel, &one, plan, params, merge, order);
     if (first_o.empty()) {
       errors = one.errors();
       first_o.assign(one.o.data(), one.o.data() + one.o.size());
@@ -186,14 +161,14 @@ void Suite::attend(const CaseSpec& spec, const char* shape_name) {
   conclude(spec.name + shape_name, errors.ok(), errors.o, errors.lse);
 }
 
-template <class Shape>
-void Suite::attend_once(Case* one, const DecodePlan& plan, const DecodeParams& params,
-                        const MergeParams& merge, emulator::Order order) {
+void Suite::attend_once(const EmulatedKernel& kernel, Case* one, const DecodePlan& plan,
+                        const DecodeParams& params, const MergeParams& merge,
+                        emulator::Order order) {
   const CaseSpec& spec = one->spec();
   const auto memory = one->memory();
   const bool lets_begin = launch(
-      spec.prefill ? "prefill" : "decode", plan.n_blocks, Shape::kThreads, Shape::kSharedBytes,
-      memory, [&] { attend_thread<Shape>(params); }, false, order);
+      spec.prefill ? "prefill" : "decode", plan.n_blocks, kernel.threads, kernel.shared_bytes,
+      memory, [&] { kernel.thread(params); }, false, order);
   // Whatever else may come next need not wait.
   if (lets_begin != (plan.n_blocks != 0 && !plan.merges.empty())) {
     faults_ += lets_begin ? "attention: lets others than a merge begin. "
@@ -441,14 +416,18 @@ void Suite::move(uint32_t n_pages, uint64_t page_bytes, bool pack) {
 
 void run_attention(Suite* suite) {
   for (const CaseSpec& spec : all_cases()) {
-    suite->decode(spec);
+    suite->attend(spec);
   }
-  // Shapes that kvm_gpu_check sweep measures: fewest stages, most warps, longer tiles.
   const CaseSpec other{.group = 4, .page_tokens = 16, .lengths = {900, 33}, .blocks = 2};
-  suite->decode_with<DecodeShape<Element::kBf16, 128, 16, 2, 4, 1>>(other, "tile 16, 2 stages");
-  suite->decode_with<DecodeShape<Element::kBf16, 128, 32, 2, 4, 1>>(other, "tile 32, 2 stages");
-  suite->decode_with<DecodeShape<Element::kBf16, 128, 16, 4, 8, 1>>(other, "4 stages, 8 warps");
-  // What sm_80 has instead of the shipped shapes.
+  visit_other_kernels([&](const EmulatedKernel& kernel, const char* shape) {
+    suite->attend_with(kernel, other, shape);
+  });
+  // What other devices have instead of the shapes of sm_90a.
+  const auto attend_in = [suite](ShapeFor what, const CaseSpec& spec, const char* shape) {
+    if (const auto kernel = attention_kernel(spec.codec, spec.dim, spec.block_rows(), what)) {
+      suite->attend_with(*kernel, spec, shape);
+    }
+  };
   for (const codecs::Codec& codec : codecs::kCodecs) {
     for (const uint32_t dim : kKeyDims) {
       for (const uint32_t n_query : {1u, 7u}) {
@@ -456,19 +435,15 @@ void run_attention(Suite* suite) {
             .codec = codec.id, .dim = dim, .n_query = n_query, .lengths = {500, 33}, .blocks = 3};
         spec.name =
             std::string(codec.name) + " d" + std::to_string(dim) + " nq" + std::to_string(n_query);
-        visit_shape(codec.id, dim, spec.block_rows(), [&]<class Shape>(Shape) {
-          suite->decode_with<Sm80Shape<Shape>>(spec, " of sm_80");
-        });
+        attend_in(ShapeFor::kSm80, spec, " of sm_80");
       }
     }
     for (const uint32_t group : {16u, 32u, 128u}) {
       CaseSpec spec{
           .codec = codec.id, .dim = kMlaDim, .group = group, .lengths = {300, 33}, .blocks = 3};
       spec.name = std::string(codec.name) + " mla g" + std::to_string(group);
-      visit_shape(codec.id, spec.dim, spec.block_rows(), [&]<class Shape>(Shape) {
-        suite->decode_with<Sm80Shape<Shape>>(spec, " of sm_80");
-        suite->decode_with<SmallShape<Shape>>(spec, " of sm_120");
-      });
+      attend_in(ShapeFor::kSm80, spec, " of sm_80");
+      attend_in(ShapeFor::kOthers, spec, " of sm_120");
     }
   }
 }
@@ -506,7 +481,7 @@ void run_others(Suite* suite) {
 int run(bool quiet, bool first, uint64_t seed) {
   Suite suite(seed, quiet, first);
   run_attention(&suite);
-  if constexpr (is_in(16)) {
+  if constexpr (is_in_suite(16)) {
     run_others(&suite);
   }
   return suite.finish();

@@ -22,6 +22,7 @@
 #include "base/round.h"
 #include "base/splitmix.h"
 #include "codecs/codec.h"
+#include "tests/gpu/emulated_attention.h"
 
 namespace kvm::device::testing {
 namespace {
@@ -656,10 +657,10 @@ void FakeDriver::run_kernel(const char* name, uint32_t blocks, uint32_t threads,
 }
 
 Result<uint32_t> FakeDriver::decode_blocks(const DecodeKernel& kernel) {
-  const bool known =
-      visit_shape(kernel.codec, kernel.dim, kernel.block_rows, []<class Shape>(Shape) {});
-  return known ? Result<uint32_t>(options_.blocks)
-               : Result<uint32_t>(Status(KVM_ERR_DEVICE, "no such decode kernel"));
+  if (!attention::gpu::testing::attention_kernel(kernel.codec, kernel.dim, kernel.block_rows)) {
+    return Status(KVM_ERR_DEVICE, "no such decode kernel");
+  }
+  return options_.blocks;
 }
 
 Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params, uint32_t n_blocks,
@@ -672,10 +673,10 @@ Status FakeDriver::decode(const DecodeKernel& kernel, const DecodeParams& params
       plain_decode(kernel, params, n_blocks);
       return;
     }
-    visit_shape(kernel.codec, kernel.dim, kernel.block_rows, [&]<class Shape>(Shape) {
-      run_kernel("decode", n_blocks, Shape::kThreads, Shape::kSharedBytes,
-                 [&params] { attend_thread<Shape>(params); });
-    });
+    const auto emulated =
+        *attention::gpu::testing::attention_kernel(kernel.codec, kernel.dim, kernel.block_rows);
+    run_kernel("decode", n_blocks, emulated.threads, emulated.shared_bytes,
+               [&] { emulated.thread(params); });
   });
   return Status::ok();
 }
