@@ -81,10 +81,12 @@ void Fiber::reset(void (*entry)()) {
     stack_ = static_cast<std::byte*>(stack);
     bottom_ = stack_;
     size_bytes_ = kStackBytes;
+    stack_pointer_ = stack_;
   }
 #ifdef KVM_FIBER_ASAN
-  // A fiber that was given up in the middle left its frames poisoned.
-  __asan_unpoison_memory_region(stack_, kStackBytes);
+  // Frames that were not returned from, which are those above where it was left, are still poisoned.
+  const auto* const left_at = static_cast<std::byte*>(stack_pointer_);
+  __asan_unpoison_memory_region(left_at, static_cast<size_t>(stack_ + kStackBytes - left_at));
 #endif
 #ifdef KVM_FIBER_TSAN
   // Calls that did not return stay on its list, which has an end. To make one takes long.
