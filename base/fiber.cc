@@ -84,7 +84,7 @@ void Fiber::reset(void (*entry)()) {
     stack_pointer_ = stack_;
   }
 #ifdef KVM_FIBER_ASAN
-  // Frames that were not returned from, which are those above where it was left, are still poisoned.
+  // Frames that were not returned from are still poisoned: those above where it was left.
   const auto* const left_at = static_cast<std::byte*>(stack_pointer_);
   __asan_unpoison_memory_region(left_at, static_cast<size_t>(stack_ + kStackBytes - left_at));
 #endif
