@@ -63,8 +63,8 @@ endif()
 
 # How GPU kernels are compiled for the emulator, and the emulator itself, which does little else
 # than to check each access to memory. Of the sanitizers they keep what finds an index outside a
-# thread's own arrays, and arithmetic that overflows. With all of them the kernels took twice as long
-# to compile, and what the emulator does took half as long again.
+# thread's own arrays, and arithmetic that overflows. With all of them the kernels took twice as
+# long to compile, and what the emulator does took half as long again.
 set(KVM_EMULATED_OPTIONS)
 if(KVM_SANITIZE MATCHES "address,undefined")
   set(KVM_EMULATED_OPTIONS
