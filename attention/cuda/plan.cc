@@ -103,7 +103,7 @@ class Filler {
     while (n != 0) {
       // As many as fit whole, at once.
       if (is_whole && room_ >= costs) {
-        const int64_t fit = std::min<int64_t>(n, room_ / costs);
+        const int64_t fit = n == 1 ? 1 : std::min<int64_t>(n, room_ / costs);
         room_ -= fit * costs;
         used_ = true;
         n -= static_cast<uint32_t>(fit);
@@ -257,51 +257,59 @@ class TailCut {
   std::vector<Giver> givers_;
 };
 
-// Calls visit(n_tokens, piece_tokens, n) for what blocks are given of items, n that follow each
-// other being alike: their first n_tokens, which are cut every piece_tokens (0: where blocks end).
-// Until it says false.
-template <class Visit>
-void visit_items(std::span<const Request> requests, std::span<const PageClass> classes,
-                 const PlanOptions& options, const TailCut& tail, Visit visit) {
-  bool goes_on = true;
+// What blocks are given of `n` items that follow each other: of each the first n_tokens, which are
+// cut every piece_tokens (0: where blocks end).
+struct Alike {
+  uint32_t n_tokens, piece_tokens, n;
+};
+
+// Of all items, in order. The search for a load goes through them many times.
+std::vector<Alike> items_of_blocks(std::span<const Request> requests,
+                                   std::span<const PageClass> classes, const PlanOptions& options,
+                                   const TailCut& tail) {
+  std::vector<Alike> items;
+  items.reserve(2 * (requests.size() + tail.givers().size()));
+  const auto add = [&items](uint32_t n_tokens, uint32_t piece_tokens, uint32_t n) {
+    if (!items.empty() && items.back().n_tokens == n_tokens &&
+        items.back().piece_tokens == piece_tokens) {
+      items.back().n += n;
+    } else if (n != 0) {
+      items.push_back({n_tokens, piece_tokens, n});
+    }
+  };
   auto giver = tail.givers().begin();
   uint32_t item = 0;
   for (const Request& request : requests) {
     if (!options.sights.empty()) {
-      for (uint32_t head = 0; head < classes[request.page_class].n_heads && goes_on; ++head) {
+      for (uint32_t head = 0; head < classes[request.page_class].n_heads; ++head) {
         visit_row_blocks(request, options, [&](const BlockSight& seen, uint32_t, uint32_t) {
-          return goes_on =
-                     visit(seen.n_tokens, fixed_piece_of(request, seen.n_tokens, options), 1u);
+          add(seen.n_tokens, fixed_piece_of(request, seen.n_tokens, options), 1);
+          return true;
         });
       }
-    } else {
-      const uint32_t piece = fixed_piece_of(request, request.n_tokens, options);
-      const uint32_t end = item + items_of(request, classes, options);
-      for (; giver != tail.givers().end() && giver->item < end && goes_on; ++giver) {
-        goes_on = giver->item == item || visit(request.n_tokens, piece, giver->item - item);
-        goes_on = goes_on && (giver->n_kept == 0 || visit(giver->n_kept, piece, 1u));
-        item = giver->item + 1;
-      }
-      goes_on = goes_on && (item == end || visit(request.n_tokens, piece, end - item));
-      item = end;
+      continue;
     }
-    if (!goes_on) {
-      return;
+    const uint32_t piece = fixed_piece_of(request, request.n_tokens, options);
+    const uint32_t end = item + items_of(request, classes, options);
+    for (; giver != tail.givers().end() && giver->item < end; ++giver) {
+      add(request.n_tokens, piece, giver->item - item);
+      add(giver->n_kept, piece, giver->n_kept != 0 ? 1 : 0);
+      item = giver->item + 1;
     }
+    add(request.n_tokens, piece, end - item);
+    item = end;
   }
+  return items;
 }
 
 // Of all that blocks are given, overheads included.
-uint64_t total_tokens(std::span<const Request> requests, std::span<const PageClass> classes,
-                      const PlanOptions& options, const TailCut& tail) {
+uint64_t total_tokens(std::span<const Alike> items, const PlanOptions& options) {
   uint64_t total = 0;
-  visit_items(requests, classes, options, tail,
-              [&](uint32_t n_tokens, uint32_t piece_tokens, uint32_t n) {
-                // Fixed pieces count their overhead each.
-                const uint64_t pieces = piece_tokens == 0 ? 1 : div_up(n_tokens, piece_tokens) + 1;
-                total += (n_tokens + pieces * options.overhead_tokens) * n;
-                return true;
-              });
+  for (const Alike& of : items) {
+    // Fixed pieces count their overhead each.
+    const uint64_t pieces = of.piece_tokens == 0 ? 1 : div_up(of.n_tokens, of.piece_tokens) + 1;
+    total += (of.n_tokens + pieces * options.overhead_tokens) * of.n;
+  }
   return total;
 }
 
@@ -312,23 +320,23 @@ struct Load {
 };
 
 // About the least load for which the blocks suffice.
-Load choose_load(std::span<const Request> requests, std::span<const PageClass> classes,
-                 const PlanOptions& options, const TailCut& tail) {
-  // Loads that differ by less are the same: cuts are coarser.
-  constexpr uint64_t kStep = kCutTokens / 4;
+Load choose_load(std::span<const Alike> items, const PlanOptions& options) {
   const auto blocks_for = [&](uint64_t tokens) {
     Filler filler(tokens, options);
-    visit_items(requests, classes, options, tail,
-                [&](uint32_t n_tokens, uint32_t piece_tokens, uint32_t n) {
-                  filler.fill_all(n_tokens, piece_tokens, n);
-                  return filler.n_blocks() <= options.blocks;
-                });
+    for (const Alike& of : items) {
+      filler.fill_all(of.n_tokens, of.piece_tokens, of.n);
+      if (filler.n_blocks() > options.blocks) {
+        break;
+      }
+    }
     return filler.n_blocks();
   };
-  const uint64_t total = total_tokens(requests, classes, options, tail);
+  const uint64_t total = total_tokens(items, options);
   // Cuts add overheads, so the least load is not below the even share. What they and pieces that
   // are not cut add is mostly less than the first margin.
   uint64_t too_little = total / options.blocks;
+  // Loads that differ by less are the same: cuts are coarser, and a 2,000th of the time is nothing.
+  const uint64_t step = std::max<uint64_t>(kCutTokens / 4, too_little / 2048);
   too_little = too_little == 0 ? 0 : too_little - 1;
   uint64_t margin = options.overhead_tokens + options.least_tokens + kCutTokens;
   Load enough{too_little + margin, 0};
@@ -339,7 +347,7 @@ Load choose_load(std::span<const Request> requests, std::span<const PageClass> c
     enough.tokens += margin;
     enough.n_blocks = blocks_for(enough.tokens);
   }
-  while (too_little + kStep < enough.tokens) {
+  while (too_little + step < enough.tokens) {
     const uint64_t middle = too_little + (enough.tokens - too_little) / 2;
     const uint32_t n_blocks = blocks_for(middle);
     if (n_blocks <= options.blocks) {
@@ -513,7 +521,7 @@ PlanCounts plan_decode(std::span<const Request> requests, std::span<const PageCl
     }
   }
   const TailCut tail(requests, classes, options);
-  const Load load = choose_load(requests, classes, options, tail);
+  const Load load = choose_load(items_of_blocks(requests, classes, options, tail), options);
   counts.n_blocks = load.n_blocks;
   KVM_ASSERT(n_first == 0 || n_first >= load.n_blocks);
   Filler filler(load.tokens, options);
