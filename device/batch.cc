@@ -33,6 +33,7 @@ using attention::gpu::Request;
 using attention::gpu::ScatterParams;
 using attention::gpu::Sight;
 using attention::gpu::Tail;
+using attention::gpu::tail_of;
 using attention::gpu::WordRun;
 using attention::gpu::Work;
 
@@ -562,7 +563,7 @@ Status Batch::plan_kind(Kind* kind, std::span<const BatchItem> items, Message* m
   kind->n_tail = plan.n_tail;
   if (kind->tail_cuts != 0) {
     // Launches have left 0 of the count; this one is behind all of them.
-    *message->add<Tail>(kind->tail_at, 1) = {plan.n_work - plan.n_tail, plan.n_tail, 0};
+    *message->add<Tail>(kind->tail_at, 1) = tail_of(plan.n_work, plan.n_tail);
   }
   if (options_.max_unsure != 0) {
     *message->add<uint32_t>(kind->n_work_at, 1) = kind->n_work;

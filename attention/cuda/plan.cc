@@ -103,6 +103,7 @@ class Filler {
     while (n != 0) {
       // As many as fit whole, at once.
       if (is_whole && room_ >= costs) {
+        // A division takes longer than all the rest.
         const int64_t fit = n == 1 ? 1 : std::min<int64_t>(n, room_ / costs);
         room_ -= fit * costs;
         used_ = true;

@@ -43,6 +43,9 @@ inline constexpr uint32_t kLeastTailTokens = 512;
 // block would have of the tail, so ln 6 + 1 = 2.8 for each block are all that there are to cut.
 inline constexpr uint32_t kTailCuts = 3;
 
+// What a launch of n_work pieces, of which the last n_tail are its tail, begins with.
+inline Tail tail_of(uint32_t n_work, uint32_t n_tail) { return {n_work - n_tail, n_tail, 0}; }
+
 struct PlanOptions {
   uint32_t blocks = 1;       // that run at once: SMs times blocks per SM; at most kMaxMergeSlots
   uint32_t block_rows = 16;  // of the decode kernel's shape
@@ -114,8 +117,7 @@ struct DecodePlan {
   uint32_t n_slots = 0;
   uint32_t max_rows = 0;
 
-  // Of a launch that has not begun.
-  Tail tail() const { return {static_cast<uint32_t>(work.size()) - n_tail, n_tail, 0}; }
+  Tail tail() const { return tail_of(static_cast<uint32_t>(work.size()), n_tail); }
 };
 
 // Likewise, into vectors.
