@@ -39,8 +39,13 @@ template <class Function>
 Status look_up(const char* name, Function* out) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+  // As it is in this runtime's version, which has none of those we call in another way than 12.0.
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
     (void)cudaGetLastError();
     return Status(KVM_ERR_DEVICE, std::string("the driver has no ") + name);

@@ -576,9 +576,12 @@ KVM_GPU void PrefillTask<Shape>::evaluate_tile(const DecodeParams& p, const Work
   if constexpr (Shape::kStepped) {
     bring_sums();
   }
-#pragma unroll
-  for (uint32_t t = 0; t < Shape::kRowTiles; ++t) {
-    rows.soften(t, columns, s[t]);
+  // Not a loop: nvcc 12.4 does not unroll it where a tile has 64 tokens, and what is indexed by a
+  // variable lies in memory.
+  static_assert(Shape::kRowTiles <= 2);
+  rows.soften(0, columns, s[0]);
+  if constexpr (Shape::kRowTiles == 2) {
+    rows.soften(1, columns, s[1]);
   }
   if constexpr (Shape::kStepped) {
     if (any_lane(load_shared<uint32_t>(stage + Shape::kBrokenAt + lane_id() % Shape::kWarps * 4) !=

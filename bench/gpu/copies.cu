@@ -20,6 +20,28 @@ std::string pieces_of(size_t size) {
                          : std::to_string(size >> 10) + " KiB";
 }
 
+// Calls that copy many pieces at once came with CUDA 12.8.
+constexpr bool kHasBatches = CUDART_VERSION >= 12080;
+
+cudaError_t copy_batch(std::vector<void*>& to, std::vector<const void*>& from,
+                       std::vector<size_t>& sizes, cudaStream_t stream) {
+#if CUDART_VERSION >= 12080
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t first = 0;
+#if CUDART_VERSION < 13000
+  size_t failed = 0;
+  return cudaMemcpyBatchAsync(to.data(), const_cast<void**>(from.data()), sizes.data(), to.size(),
+                              &attributes, &first, 1, &failed, stream);
+#else
+  return cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &first,
+                              1, stream);
+#endif
+#else
+  return cudaErrorNotSupported;
+#endif
+}
+
 // Seconds of copying `total` bytes in pieces of `size`, as one call each, or as one batch.
 double copy_seconds(uint8_t* device, uint8_t* host, size_t total, size_t size, bool to_device,
                     bool batch, cudaStream_t stream) {
@@ -37,19 +59,7 @@ double copy_seconds(uint8_t* device, uint8_t* host, size_t total, size_t size, b
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   const double begin = seconds_now();
   if (batch) {
-    cudaMemcpyAttributes attributes{};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    size_t first = 0;
-#if CUDART_VERSION < 13000
-    size_t failed = 0;
-    check(cudaMemcpyBatchAsync(to.data(), const_cast<void**>(from.data()), sizes.data(), n,
-                               &attributes, &first, 1, &failed, stream),
-          "cudaMemcpyBatchAsync");
-#else
-    check(cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), n, &attributes, &first, 1,
-                               stream),
-          "cudaMemcpyBatchAsync");
-#endif
+    check(copy_batch(to, from, sizes, stream), "cudaMemcpyBatchAsync");
   } else {
     for (size_t i = 0; i < n; ++i) {
       check(cudaMemcpyAsync(to[i], from[i], size,
@@ -82,6 +92,10 @@ int run_copies(const Args& args) {
   for (const bool to_device : {true, false}) {
     const std::string direction = to_device ? "host to device" : "device to host";
     for (const bool batch : {false, true}) {
+      if (batch && !kHasBatches) {
+        print_fact("U5", direction + ", batch", "left out: compiled with a CUDA older than 12.8");
+        continue;
+      }
       for (const size_t size : {size_t{4} << 10, size_t{16} << 10, size_t{32} << 10,
                                 size_t{64} << 10, size_t{256} << 10, size_t{2} << 20, total}) {
         print_figure("U5", direction + " " + pieces_of(size) + (batch ? ", batch" : ""), "GB/s",

@@ -246,11 +246,9 @@ class Bench {
       if (!attention::gpu::is_prefill_on_devices(codec, dim)) {
         continue;
       }
-      for (const Suffix of : {Suffix{8192, 8192, 1},
-                              {8192, 131072, 1},
-                              {2048, 16384, 4},
-                              {128, 131072, 1},
-                              {128, 4096, 16}}) {
+      for (const Suffix of :
+           {Suffix{8192, 8192, 1}, Suffix{8192, 131072, 1}, Suffix{2048, 16384, 4},
+            Suffix{128, 131072, 1}, Suffix{128, 4096, 16}}) {
         WorkloadSpec spec;
         spec.codec = codec;
         spec.dim = dim;

@@ -19,6 +19,7 @@
 #include "bench/gpu/child.h"
 #include "bench/gpu/device.h"
 #include "bench/gpu/workload.h"
+#include "device/cuda_memory.h"
 
 namespace kvm::bench::gpu {
 namespace {
@@ -33,15 +34,12 @@ double seconds_now() {
 // The driver's functions, looked up: nothing links libcuda.
 template <class Function>
 Function driver(const char* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-    std::fprintf(stderr, "the driver has no %s\n", name);
+  Function found = nullptr;
+  if (const Status status = device::cuda::look_up(name, &found); !status.is_ok()) {
+    std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
     std::exit(2);
   }
-  return reinterpret_cast<Function>(found);
+  return found;
 }
 #define KVM_DRIVER(name) driver<decltype(&name)>(#name)
 

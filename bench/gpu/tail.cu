@@ -152,7 +152,7 @@ void run_tails(const Args& args, const DeviceBuffer& memory) {
     uint32_t length, batch;
   };
   // From 0.5 to 17 GB: on an H200 blocks have 4, 18, 32 and 127 thousand tokens each.
-  for (const Size of : {Size{131072, 1}, {65536, 9}, {131072, 8}, {131072, 32}}) {
+  for (const Size of : {Size{131072, 1}, Size{65536, 9}, Size{131072, 8}, Size{131072, 32}}) {
     WorkloadSpec spec;
     spec.lengths.assign(of.batch, of.length);
     // Whole pages: a little more than the tokens.

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Makes the GPU bundle and holds what the compiler made of the kernels to the budget.
 
-Usage: bundle_test.py BUDGET BUILD_FOLDER [--update]
+Usage: bundle_test.py BUILD_FOLDER [--update]
 
-budget.txt has a line per architecture and kernel: registers at most, bytes of shared memory, and
-the instructions of the loop over tiles: of decode kernels for each KiB of K and V, of prefill
-kernels for each product of the matrix unit. With
-KVM_GPU_ARCHITECTURES (CMake's names, as for gpu_bundle.sh) only their lines count. Spills are never
-allowed. A kernel without a line, or a line without a kernel, is a failure; --update writes the file
-as it should be, to show in review. Also runs the program: without a GPU it has to say so, with
-status 77. Exit status 77 where there is no nvcc. Python standard library only.
+budget_cuda13.txt, and budget_cuda12.txt for an nvcc of CUDA 12, have a line per architecture and
+kernel: registers at most, bytes of shared memory, and the instructions of the loop over tiles: of
+decode kernels for each KiB of K and V, of prefill kernels for each product of the matrix unit. With
+KVM_GPU_ARCHITECTURES (CMake's names, as for gpu_bundle.sh) only their lines count. A kernel may
+spill only where its line says how many bytes at most, with spills=N. A kernel without a line, or a
+line without a kernel, is a failure; --update writes the file as it should be, to show in review.
+Also runs the program: without a GPU it has to say so, with status 77. Exit status 77 where there is
+no nvcc. Python standard library only.
 
 Instructions are counted in the object file, as cuobjdump prints it: the shortest way round the loop
 that copies a tile and evaluates one (sass.py has the rules). cuobjdump, and nvdisasm which it runs,
@@ -141,14 +142,22 @@ def read_loops(folder):
                                        text=True, env=environment).stdout)
 
 
+def nvcc_version(folder):
+    """The nvcc that made what is in `folder`, as CMake wrote it down: "13.0.88"."""
+    [path] = glob.glob(os.path.join(folder, "CMakeFiles", "*", "CMakeCUDACompiler.cmake"))
+    with open(path, encoding="utf-8") as file:
+        return re.search(r'CMAKE_CUDA_COMPILER_VERSION "([\d.]+)"', file.read()).group(1)
+
+
 def parse_budget(text):
     budget = {}
     for line in text.splitlines():
         words = line.split("#", 1)[0].split()
         if words:
-            architecture, kernel, registers, shared, loop = words
+            architecture, kernel, registers, shared, loop = words[:5]
+            spills = int(words[5].removeprefix("spills=")) if len(words) > 5 else 0
             budget[architecture, kernel] = (int(registers), int(shared),
-                                            None if loop == "-" else float(loop))
+                                            None if loop == "-" else float(loop), spills)
     return budget
 
 
@@ -168,12 +177,13 @@ def judge(found, shapes, budget, loops):
     for key, (registers, shared, spilled) in sorted(found.items()):
         shared += dynamic_shared(shapes, key)
         where = " ".join(key)
-        if spilled:
-            complaints.append(f"{where}: spills {spilled} bytes")
         if key not in budget:
-            complaints.append(f"{where}: not in the budget ({registers} registers)")
+            complaints.append(f"{where}: not in the budget ({registers} registers, "
+                              f"{spilled} bytes spilled)")
             continue
-        most_registers, most_shared, most_loop = budget[key]
+        most_registers, most_shared, most_loop, most_spilled = budget[key]
+        if spilled > most_spilled:
+            complaints.append(f"{where}: spills {spilled} bytes; at most {most_spilled}")
         if registers > most_registers:
             complaints.append(f"{where}: {registers} registers; at most {most_registers}")
         if shared > most_shared:
@@ -185,21 +195,22 @@ def judge(found, shapes, budget, loops):
     return complaints
 
 
-def budget_text(found, shapes, loops):
-    lines = ["# What nvcc may make of the shipped kernels: architecture, kernel, registers,",
-             "# bytes of shared memory, instructions of the loop over tiles (decode: for each KiB",
-             "# of K and V; prefill: for each product), each at most. None may spill. --update",
-             "# writes this file."]
-    for key, (registers, shared, _) in sorted(found.items()):
+def budget_text(found, shapes, loops, version):
+    lines = [f"# What nvcc {version} makes of the shipped kernels: architecture, kernel,",
+             "# registers, bytes of shared memory, instructions of the loop over tiles (decode:",
+             "# for each KiB of K and V; prefill: for each product), each at most. None may",
+             "# spill, but where a line says so. --update writes this file."]
+    for key, (registers, shared, spilled) in sorted(found.items()):
         architecture, kernel = key
         loop = loops.get(key)
         lines.append(f"{architecture:7} {kernel:24} {registers:4} "
-                     f"{shared + dynamic_shared(shapes, key):7} {'-' if loop is None else loop:>6}")
+                     f"{shared + dynamic_shared(shapes, key):7} {'-' if loop is None else loop:>6}"
+                     f"{f' spills={spilled}' if spilled else ''}")
     return "\n".join(lines) + "\n"
 
 
 def main():
-    budget_path, folder = sys.argv[1:3]
+    folder = sys.argv[1]
     made = subprocess.run([os.path.join(ROOT, "scripts", "gpu_bundle.sh"), folder])
     if made.returncode != 0:
         return made.returncode
@@ -209,6 +220,9 @@ def main():
                            "kvm_gpu_check")
     with open(os.path.join(folder, "compile.log"), encoding="utf-8", errors="replace") as file:
         found = parse_log(file.read())
+    version = nvcc_version(folder)
+    budget_path = os.path.join(os.path.dirname(os.path.abspath(__file__)),
+                               f"budget_cuda{version.split('.')[0]}.txt")
     shapes = parse_shapes(subprocess.run([program, "kernels"], check=True, capture_output=True,
                                          text=True).stdout)
     loops = read_loops(folder)
@@ -216,9 +230,14 @@ def main():
         if loops is None:
             sys.exit("--update takes a cuobjdump (set sass of packages/python.txt)")
         with open(budget_path, "w", encoding="utf-8") as file:
-            file.write(budget_text(found, shapes, loops))
+            file.write(budget_text(found, shapes, loops, version))
+    if not os.path.exists(budget_path):
+        sys.exit(f"there is no {budget_path}: --update writes it")
     with open(budget_path, encoding="utf-8") as file:
-        budget = parse_budget(file.read())
+        text = file.read()
+    if f"nvcc {version} " not in text:
+        print(f"this is nvcc {version}; {text.splitlines()[0].lstrip('# ')}")
+    budget = parse_budget(text)
     complaints = judge(found, shapes, {key: most for key, most in budget.items()
                                        if not chosen or key[0] in chosen}, loops)
     # Without a GPU the program has to say so; hidden from it here, where there is one.

@@ -44,8 +44,8 @@ class Budget(unittest.TestCase):
             "decode fp16 d128 rows32 threads 128 shared 98304 on sm_80 65536 on sm_120 98000\n"
             "other\n"
             "prefill fp8 d256 rows128 threads 256 shared 90000 on sm_80 90000 on sm_120 90000\n")
-        self.budget = {FP16: (255, 98304, 50.0), MERGE: (40, 128, None),
-                       PREFILL: (251, 90000, 6.5)}
+        self.budget = {FP16: (255, 98304, 50.0, 0), MERGE: (40, 128, None, 0),
+                       PREFILL: (251, 90000, 6.5, 0)}
         self.loops = {FP16: 50.0, PREFILL: 6.5}
 
     def judge(self):
@@ -63,15 +63,18 @@ class Budget(unittest.TestCase):
         self.assertEqual(bundle_test.dynamic_shared(self.shapes, MERGE), 0)
 
     def test_spills(self):
-        self.assertEqual(self.judge(), ["sm_90a decode_fp16_d128_rows32: spills 16 bytes"])
+        self.assertEqual(self.judge(),
+                         ["sm_90a decode_fp16_d128_rows32: spills 16 bytes; at most 0"])
+        self.budget[FP16] = (255, 98304, 50.0, 16)
+        self.assertEqual(self.judge(), [])
 
     def test_over_budget_unknown_and_missing(self):
         self.found[FP16] = (255, 0, 0)
         self.assertEqual(self.judge(), [])
-        self.budget[FP16] = (254, 98303, 49.9)
+        self.budget[FP16] = (254, 98303, 49.9, 0)
         self.assertEqual(len(self.judge()), 3)
         del self.budget[FP16]
-        self.budget["sm_80", "append_bf16"] = (40, 0, None)
+        self.budget["sm_80", "append_bf16"] = (40, 0, None, 0)
         self.assertEqual(len(self.judge()), 2)
 
     def test_loops_that_are_not_found_or_have_no_budget(self):
@@ -82,13 +85,15 @@ class Budget(unittest.TestCase):
         self.loops = {PREFILL: 6.5}
         self.assertEqual(len(self.judge()), 1)
         self.loops = {FP16: 50.0, PREFILL: 6.5}
-        self.budget[FP16] = (255, 98304, None)
+        self.budget[FP16] = (255, 98304, None, 0)
         self.assertEqual(len(self.judge()), 1)
         self.loops = None  # there was no tool
         self.assertEqual(self.judge(), [])
 
     def test_writes_what_it_reads(self):
-        text = bundle_test.budget_text(self.found, self.shapes, self.loops)
+        text = bundle_test.budget_text(self.found, self.shapes, self.loops, "13.0.88")
+        # FP16 spills in the log.
+        self.budget[FP16] = (255, 98304, 50.0, 16)
         self.assertEqual(bundle_test.parse_budget(text), self.budget)
 
 
