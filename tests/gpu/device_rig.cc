@@ -46,6 +46,10 @@ float widened(uint16_t bits, uint32_t dtype) {
   return dtype == KVM_DTYPE_BF16 ? bf16_to_f32(bits) : f16_to_f32(bits);
 }
 
+uint64_t row_number(uint64_t key, uint32_t layer, uint32_t head, uint64_t position) {
+  return ((key * 64 + layer) * 64 + head) * 4096 + position;
+}
+
 float number_of(uint64_t seed) {
   // About Gaussian: the sum of four uniform numbers.
   const uint64_t bits = splitmix64(seed);
@@ -74,8 +78,7 @@ void read_as_int4(std::span<float> group) {
 
 float stored_number(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
                     uint32_t channel, bool is_v) {
-  return number_of((((key * 64 + layer) * 64 + head) * 4096 + position) * 2048 + channel * 2 +
-                   (is_v ? 1 : 0));
+  return number_of(row_number(key, layer, head, position) * 2048 + channel * 2 + (is_v ? 1 : 0));
 }
 
 Geometry latent_geometry(uint32_t n_q_heads) {
@@ -314,9 +317,19 @@ bool Rig::sees(uint32_t layer, uint32_t head, const Query& query, uint64_t posit
          position + policy->n_recent > query.position;
 }
 
-std::vector<float> Rig::stored_row(uint64_t key, uint32_t layer, uint32_t head, uint64_t position,
-                                   bool is_v) const {
-  std::vector<float> row(geometry_.dim);
+const std::vector<float>& Rig::stored_row(uint64_t key, uint32_t layer, uint32_t head,
+                                          uint64_t position, bool is_v) const {
+  constexpr size_t kMostRows = 20000;  // some 10 MB
+  std::vector<float>& row =
+      stored_rows_[row_number(key, layer, head, position) * 2 + (is_v ? 1 : 0)];
+  if (!row.empty()) {
+    return row;
+  }
+  if (stored_rows_.size() > kMostRows) {
+    stored_rows_.clear();
+    return stored_row(key, layer, head, position, is_v);
+  }
+  row.resize(geometry_.dim);
   for (uint32_t i = 0; i < geometry_.dim; ++i) {
     row[i] = stored_number(key, layer, head, position, i, is_v && !geometry_.v_in_k);
   }
@@ -354,7 +367,10 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
     const uint32_t head = h / group;
     const size_t at = (size_t{row} * geometry_.n_q_heads + h) * dim;
     const size_t o_at = (size_t{row} * geometry_.n_q_heads + h) * dim_v;
-    std::vector<double> logits, o(dim_v);
+    std::vector<double> logits, o(dim_v), query_row(dim);
+    for (uint32_t i = 0; i < dim; ++i) {
+      query_row[i] = widened(q[at + i], geometry_.query_dtype());
+    }
     std::vector<uint64_t> positions;
     const double sink = geometry_.sink_logits.empty()
                             ? -std::numeric_limits<double>::infinity()
@@ -365,9 +381,9 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
         continue;
       }
       double logit = 0;
-      const std::vector<float> k = stored_row(shadow.keys[p], stored_in, head, p, false);
+      const std::vector<float>& k = stored_row(shadow.keys[p], stored_in, head, p, false);
       for (uint32_t i = 0; i < dim; ++i) {
-        logit += static_cast<double>(widened(q[at + i], geometry_.query_dtype())) * k[i];
+        logit += query_row[i] * k[i];
       }
       logit /= std::sqrt(static_cast<double>(dim));
       if (geometry_.softcap != 0) {
@@ -382,7 +398,7 @@ void Rig::expect_row(const Outputs& got, uint32_t row, const std::vector<uint16_
     for (size_t n = 0; n < positions.size(); ++n) {
       const double weight = std::exp(logits[n] - top);
       sum += weight;
-      const std::vector<float> v =
+      const std::vector<float>& v =
           stored_row(shadow.keys[positions[n]], stored_in, head, positions[n], true);
       for (uint32_t i = 0; i < dim_v; ++i) {
         o[i] += weight * v[i];

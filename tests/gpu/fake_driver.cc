@@ -777,7 +777,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
   const uint32_t row_bytes =
       static_cast<uint32_t>(codecs::codec_of(kernel.codec).row_bytes(kernel.dim));
   const uint32_t dim_v = value_dim(kernel.dim);
-  std::vector<double> weights, o(dim_v);
+  std::vector<double> weights, o(dim_v), query(kernel.dim);
   for (uint32_t block = 0; block < n_blocks; ++block) {
     uint32_t piece = block;
     do {
@@ -795,6 +795,9 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
         const uint8_t* q =
             static_cast<const uint8_t*>(p.tensors.q) +
             (at.token * p.tensors.q_stride_token + at.q_head * p.tensors.q_stride_head) * 2;
+        for (uint32_t i = 0; i < kernel.dim; ++i) {
+          query[i] = stored_value(q, i, codecs::codec_of_tensor(p.tensors.dtype_q), nullptr);
+        }
         std::fill(o.begin(), o.end(), 0.0);
         double top = -INFINITY, sum = 0;
         const uint32_t own = query_list_token(request, r / p.tensors.group);
@@ -822,8 +825,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
           }
           double logit = 0;
           for (uint32_t i = 0; i < kernel.dim; ++i) {
-            logit += stored_value(q, i, codecs::codec_of_tensor(p.tensors.dtype_q), nullptr) *
-                     stored_value(k, i, kernel.codec, k_params);
+            logit += query[i] * stored_value(k, i, kernel.codec, k_params);
           }
           logit *= static_cast<double>(p.scale_log2) / static_cast<double>(kLog2E);
           if (p.softcap_log2 != 0) {
