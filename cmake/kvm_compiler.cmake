@@ -37,6 +37,11 @@ if(KVM_SANITIZE)
   if(KVM_MOLD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_link_options("-fuse-ld=mold")
   endif()
+  # A compiler that has loaded a precompiled header begins near the size at which it looks for what
+  # it can free. There is little: without, it takes 3 % less time, and 450 MB at most.
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:SHELL:--param ggc-min-heapsize=1000000>")
+  endif()
   # What GCC 12 inlines under it looks out of bounds to the optimiser, which is not so elsewhere.
   if(KVM_SANITIZE MATCHES "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-Wno-array-bounds>"

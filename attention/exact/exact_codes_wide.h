@@ -22,6 +22,15 @@
 #include "attention/exact/exact_codes_parts.h"
 #include "attention/exact/reader.h"
 
+// `#pragma GCC unroll n`, but not for sanitizers: with their checks in loops so long, this header's
+// functions took half a minute to compile.
+#ifdef __SANITIZE_ADDRESS__
+#define KVM_WIDE_UNROLL(n)
+#else
+#define KVM_WIDE_PRAGMA(text) _Pragma(#text)
+#define KVM_WIDE_UNROLL(n) KVM_WIDE_PRAGMA(GCC unroll n)
+#endif
+
 namespace kvm {
 namespace attention {
 namespace {
@@ -172,7 +181,7 @@ struct WideQueries {
 };
 [[gnu::always_inline]] inline void load_wide_queries(const int16_t* words, size_t dim,
                                                      WideQueries* out) {
-#pragma GCC unroll 16
+  KVM_WIDE_UNROLL(16)
   for (uint32_t i = 0; i < kRowTile * 4; ++i) {
     out->bytes[i / 4][i / 2 % 2][i % 2] = _mm512_loadu_si512(
         reinterpret_cast<const uint8_t*>(words + i / 4 * dim) + i % 4 * size_t{64});
@@ -184,12 +193,12 @@ template <int kBits, bool kByToken>
 [[gnu::always_inline]] inline void dot_wide(const uint8_t* k, size_t row_bytes,
                                             const WideQueries& queries, __m512i* out) {
   __m512i lanes[kWideTokens];
-#pragma GCC unroll 4
+  KVM_WIDE_UNROLL(4)
   for (uint32_t t = 0; t < kWideTokens; ++t) {
     __m512i x[2];
     put_halves<kBits>(load_wide<kBits>(k + t * row_bytes), &x[0], &x[1]);
     __m512i sums[kRowTile];
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t r = 0; r < kRowTile; ++r) {
       const auto& q = queries.bytes[r];
       __m512i upper = _mm512_setzero_si512();
@@ -214,25 +223,25 @@ template <int kBits, bool kByToken>
   for (uint32_t t = 0; t < kWideTokens; ++t) {
     __m512i upper[kRowTile];
     __m512i lower[kRowTile];
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t r = 0; r < kRowTile; ++r)
       upper[r] = lower[r] = _mm512_setzero_si512();
     for (uint32_t b = begin; b < end; ++b) {
       __m512i x[2];
       const uint8_t* from = k + t * row_bytes + b * 2 * code_block_bytes(kBits);
       put_halves<kBits>(load_wide<kBits>(from), &x[0], &x[1]);
-#pragma GCC unroll 4
+      KVM_WIDE_UNROLL(4)
       for (uint32_t r = 0; r < kRowTile; ++r) {
         const auto* q = reinterpret_cast<const uint8_t*>(words + r * static_cast<size_t>(dim)) +
                         b * kWideQueryBytes;
-#pragma GCC unroll 2
+        KVM_WIDE_UNROLL(2)
         for (uint32_t plane = 0; plane < 2; ++plane) {
           add_bytes(&upper[r], x[plane], _mm512_loadu_si512(q + plane * 128));
           add_bytes(&lower[r], _mm512_loadu_si512(q + plane * 128 + 64), x[plane]);
         }
       }
     }
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t r = 0; r < kRowTile; ++r)
       lower[r] = both_bytes(upper[r], lower[r]);
     lanes[t] = lanes_of_rows(add_halves_of_pairs(lower[0], lower[1]),
@@ -294,7 +303,7 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
       __m512i rest[kGroups];
       if (any_far != 0)
         dot_wide_blocks<kBits, kByToken>(k, row_bytes, rests, dim, b, end, rest);
-#pragma GCC unroll 2
+      KVM_WIDE_UNROLL(2)
       for (int g = 0; g < kGroups; ++g) {
         const WideSteps& own = steps[kByToken ? 2 * b + static_cast<uint32_t>(g) : 0];
         const __m512 scale = kByToken ? of_wide_tokens(own.scale, t) : _mm512_set1_ps(1.0f);
@@ -336,10 +345,10 @@ struct WideCodes {
 
 template <int kBits>
 inline void load_wide_codes(const uint8_t* v, size_t row_bytes, WideCodes* out) {
-#pragma GCC unroll 4
+  KVM_WIDE_UNROLL(4)
   for (uint32_t g = 0; g < kItemTokens / 4; ++g, v += 4 * row_bytes) {
     __m512i token[4];
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t t = 0; t < 4; ++t)
       token[t] = load_wide<kBits>(v + t * row_bytes);
     const __m512i lo01 = _mm512_unpacklo_epi8(token[0], token[1]);
@@ -349,7 +358,7 @@ inline void load_wide_codes(const uint8_t* v, size_t row_bytes, WideCodes* out) 
     const __m512i columns[4] = {
         _mm512_unpacklo_epi16(lo01, lo23), _mm512_unpackhi_epi16(lo01, lo23),
         _mm512_unpacklo_epi16(hi01, hi23), _mm512_unpackhi_epi16(hi01, hi23)};
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t u = 0; u < 4; ++u)
       put_halves<kBits>(columns[u], &out->x[g][0][u], &out->x[g][1][u]);
   }
@@ -395,16 +404,16 @@ struct TileWords {
                                               TileWords* out) {
   __m512 w[kRowTile];
   if (steps != nullptr) {
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t r = 0; r < kRowTile; ++r)
       w[r] = _mm512_mul_ps(weights[r], steps->zero);
     out->added = sums_of_rows(w);
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t r = 0; r < kRowTile; ++r)
       w[r] = _mm512_mul_ps(weights[r], steps->scale);
   } else {
     out->added = _mm512_setzero_ps();
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t r = 0; r < kRowTile; ++r)
       w[r] = weights[r];
   }
@@ -415,7 +424,7 @@ struct TileWords {
   out->step = _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23));
   const __m512 inverse = _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(254), exponent), 23));
-#pragma GCC unroll 4
+  KVM_WIDE_UNROLL(4)
   for (uint32_t r = 0; r < kRowTile; ++r) {
     const __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(w[r], of_row(inverse, r)));
     const __m512i short_of = _mm512_min_epi32(words, _mm512_set1_epi32(INT16_MAX));
@@ -440,7 +449,7 @@ template <int kBits, bool kByToken>
                 : _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4);
   }
   const __m512i one = _mm512_set1_epi32(1);
-#pragma GCC unroll 16
+  KVM_WIDE_UNROLL(16)
   for (uint32_t i = 0; i < kPair * 8; ++i)
     acc[i / 8][i / 4 % 2][i % 4] = _mm512_setzero_si512();
   const auto add_all = [&]<bool kUpper>() __attribute__((always_inline)) {
@@ -448,21 +457,21 @@ template <int kBits, bool kByToken>
 #pragma GCC unroll 1
     for (uint32_t g = 0; g < kItemTokens / 4; ++g) {
       __m512i w[kPair];
-#pragma GCC unroll 2
+      KVM_WIDE_UNROLL(2)
       for (uint32_t r = 0; r < kPair; ++r)
         w[r] = _mm512_permutexvar_epi32(own, kUpper ? weights[r].upper : weights[r].lower);
       own = _mm512_add_epi32(own, one);
-#pragma GCC unroll 8
+      KVM_WIDE_UNROLL(8)
       for (uint32_t i = 0; i < 8; ++i) {
         const __m512i x = codes.x[g][i / 4][i % 4];
-#pragma GCC unroll 2
+        KVM_WIDE_UNROLL(2)
         for (uint32_t r = 0; r < kPair; ++r)
           add_bytes(&acc[r][i / 4][i % 4], kUpper ? x : w[r], kUpper ? w[r] : x);
       }
     }
   };
   add_all.template operator()<true>();
-#pragma GCC unroll 16
+  KVM_WIDE_UNROLL(16)
   for (uint32_t i = 0; i < kPair * 8; ++i) {
     acc[i / 8][i / 4 % 2][i % 4] = _mm512_slli_epi32(acc[i / 8][i / 4 % 2][i % 4], 8);
   }
@@ -473,7 +482,7 @@ template <int kBits, bool kByToken>
 template <int kBits>
 [[gnu::always_inline]] inline void order_wide(const __m512i (*sums)[4], __m512* out) {
   if constexpr (kLoadedBits<kBits> == 4) {
-#pragma GCC unroll 2
+    KVM_WIDE_UNROLL(2)
     for (uint32_t half = 0; half < 2; ++half) {
       const __m512i* even = sums[0] + half * 2;
       const __m512i* odd = sums[1] + half * 2;
@@ -483,7 +492,7 @@ template <int kBits>
       const __m512i d = _mm512_unpackhi_epi32(even[1], odd[1]);
       __m512i of_lanes[4];
       transpose_lanes(a, b, c, d, of_lanes);
-#pragma GCC unroll 4
+      KVM_WIDE_UNROLL(4)
       for (uint32_t lane = 0; lane < 4; ++lane)
         out[2 * lane + half] = _mm512_cvtepi32_ps(of_lanes[lane]);
     }
@@ -491,7 +500,7 @@ template <int kBits>
     const __m512i lower =
         _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
     const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(4));
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t u = 0; u < 4; ++u) {
       out[u] = _mm512_cvtepi32_ps(_mm512_permutex2var_epi32(sums[0][u], lower, sums[1][u]));
       out[4 + u] = _mm512_cvtepi32_ps(_mm512_permutex2var_epi32(sums[0][u], upper, sums[1][u]));
@@ -515,7 +524,7 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
   transpose_lanes(_mm512_loadu_si512(lanes), _mm512_loadu_si512(lanes + 16),
                   _mm512_loadu_si512(lanes + 32), _mm512_loadu_si512(lanes + 48), of_lanes);
   __m512 by_token[kRowTile];
-#pragma GCC unroll 4
+  KVM_WIDE_UNROLL(4)
   for (uint32_t r = 0; r < kRowTile; ++r)
     by_token[r] = _mm512_castsi512_ps(of_lanes[r]);
   const __m512 total = sums_of_rows(by_token);
@@ -523,7 +532,7 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
   TileWords words[kGroups];
   if constexpr (!kByToken) {
     tile_words(by_token, nullptr, &words[0]);
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t r = 0; r < kRowTile; ++r) {
       bytes[r] = {_mm512_castsi128_si512(words[0].upper[r]),
                   _mm512_castsi128_si512(words[0].lower[r])};
@@ -534,12 +543,12 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
   for (uint32_t b = 0; b < n_blocks; b += 2) {
     if constexpr (kByToken) {
       WideSteps steps[kGroups];
-#pragma GCC unroll 2
+      KVM_WIDE_UNROLL(2)
       for (uint32_t group = 0; group < kGroups; ++group) {
         load_wide_steps(item.v_codes, n_blocks, b + group, &steps[group]);
         tile_words(by_token, &steps[group], &words[group]);
       }
-#pragma GCC unroll 4
+      KVM_WIDE_UNROLL(4)
       for (uint32_t r = 0; r < kRowTile; ++r) {
         bytes[r] = {both_groups(words[0].upper[r], words[1].upper[r]),
                     both_groups(words[0].lower[r], words[1].lower[r])};
@@ -554,14 +563,14 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
     for (uint32_t pair = 0; pair < kRowTile; pair += kPair) {
       __m512i sums[kPair][2][4];
       sum_wide<kBits, kByToken>(codes, bytes + pair, sums);
-#pragma GCC unroll 2
+      KVM_WIDE_UNROLL(2)
       for (uint32_t i = 0; i < kPair; ++i) {
         const uint32_t r = pair + i;
         __m512 ordered[8];
         order_wide<kBits>(sums[i], ordered);
         const __m512 of_all = of_row(total, r);
         float* acc = args.acc + (row + r) * static_cast<size_t>(args.acc_stride) + b * kCodeBlock;
-#pragma GCC unroll 8
+        KVM_WIDE_UNROLL(8)
         for (uint32_t n = 0; n < 8; ++n) {
           const uint32_t channel = b * kCodeBlock + n * 16;
           const uint32_t group = kByToken ? n / 4 : 0;
@@ -584,7 +593,7 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
   }
   if (item.v_codes.b != nullptr) {
     float weights[kRowTile][kItemTokens];
-#pragma GCC unroll 4
+    KVM_WIDE_UNROLL(4)
     for (uint32_t r = 0; r < kRowTile; ++r)
       vec::store(weights[r], by_token[r]);
     add_gear_values<kRowTile>(args, item, row, weights);
@@ -594,5 +603,8 @@ template <bool kFirst, int kBits, bool kByToken, uint32_t kDim>
 }  // namespace
 }  // namespace attention
 }  // namespace kvm
+
+#undef KVM_WIDE_UNROLL
+#undef KVM_WIDE_PRAGMA
 
 #endif  // KVM_ATTENTION_EXACT_EXACT_CODES_WIDE_H_
