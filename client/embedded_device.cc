@@ -159,6 +159,7 @@ Result<std::unique_ptr<device::SequenceStore>> open_remote_store(
   KVM_TRY_ASSIGN(std::shared_ptr<Connection> connection, Connection::open(*options.server));
   DeviceMemoryAsked asked;
   asked.ordinal = options.ordinal;
+  asked.uuid = driver->facts().uuid;
   asked.pool_bytes = options.pool_bytes;
   asked.host_bytes = options.host_bytes;
   asked.store_version = device::wire::kStoreVersion;
@@ -214,7 +215,7 @@ void DeviceService::close() {
 DeviceClient::DeviceClient(std::shared_ptr<DeviceService> service, uint64_t start_ns)
     : service_(std::move(service)), start_ns_(start_ns) {
   fill_limits(&info_);
-  info_.features = KVM_FEATURE_EMBEDDED;
+  info_.features = KVM_FEATURE_EMBEDDED | KVM_FEATURE_DEVICE;
   info_.epoch = start_ns;
   info_.client_id = 1;
   info_.server_pid = static_cast<uint32_t>(::getpid());

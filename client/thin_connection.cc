@@ -250,9 +250,11 @@ void Connection::destroy_arena(uint32_t region, uint64_t within_ns) noexcept {
 Result<DeviceMemoryGiven> Connection::open_device(const DeviceMemoryAsked& asked) {
   KVM_TRY(need_minor(13, "device memory of kvmd"));
   KVM_TRY_ASSIGN(Reply reply, call([&](ipc::ControlWriter* writer, uint64_t id) {
+                   const auto uuid =
+                       writer->fbb().CreateVector(asked.uuid.data(), asked.uuid.size());
                    return writer->finish(
                        id, wire::CreateDeviceOpen(writer->fbb(), asked.ordinal, asked.pool_bytes,
-                                                  asked.host_bytes, asked.store_version));
+                                                  asked.host_bytes, asked.store_version, uuid));
                  }));
   if (reply.root->body_as_DeviceOpened() == nullptr || reply.message.fds.size() != 2) {
     return fail(unexpected_reply("DeviceOpen"));

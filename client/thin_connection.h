@@ -8,6 +8,7 @@
 #ifndef KVM_CLIENT_THIN_CONNECTION_H_
 #define KVM_CLIENT_THIN_CONNECTION_H_
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -42,9 +43,11 @@ struct QueueMemory {
 };
 
 // DeviceMemoryAsked is what device memory is wanted of kvmd, and by which version of
-// device/store_wire.h the rest goes, whose words have words_bytes.
+// device/store_wire.h the rest goes, whose words have words_bytes. `uuid` names the device, ordinal
+// is this process's number of it.
 struct DeviceMemoryAsked {
   uint32_t ordinal = 0;
+  std::array<uint8_t, 16> uuid{};
   uint64_t pool_bytes = 0;
   uint64_t host_bytes = 0;
   uint32_t store_version = 0;

@@ -75,7 +75,8 @@ kvm_client_info info_for(const Session& session) {
   info.struct_size = sizeof(info);
   info.protocol_major = ipc::kProtocolMajor;
   info.protocol_minor = ipc::kProtocolMinor;
-  info.features = service.notifier != nullptr ? KVM_FEATURE_EVENTFD : 0;
+  info.features |= service.notifier != nullptr ? KVM_FEATURE_EVENTFD : 0;
+  info.features |= service.devices != nullptr ? KVM_FEATURE_DEVICE : 0;
   info.epoch = service.epoch;
   info.client_id = session.client;
   info.server_pid = static_cast<uint32_t>(::getpid());
@@ -465,11 +466,18 @@ void handle_device_open(Session* session, uint64_t id, const wire::DeviceOpen& m
   if (session->device != nullptr) {
     return refuse(KVM_ERR_EXISTS, "this connection has device memory already");
   }
+  DeviceMemory::Asked asked;
+  if (message.uuid() == nullptr || message.uuid()->size() != asked.uuid.size()) {
+    return refuse(KVM_ERR_INVALID, "DeviceOpen has no uuid of 16 bytes");
+  }
+  std::copy(message.uuid()->begin(), message.uuid()->end(), asked.uuid.begin());
+  asked.ordinal = message.ordinal();
+  asked.pool_bytes = message.pool_bytes();
+  asked.host_bytes = message.host_bytes();
   std::vector<ipc::Fd> fds;
   fds.reserve(2);
   Result<DeviceMemory::Admitted> admitted =
-      devices->admit(message.ordinal(), message.pool_bytes(), message.host_bytes(),
-                     fmt::format("client {:#x} '{}'", session->client, session->name));
+      devices->admit(asked, fmt::format("client {:#x} '{}'", session->client, session->name));
   if (!admitted.is_ok()) {
     reply_error(session, id, admitted.status());
     return;

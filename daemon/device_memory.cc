@@ -117,18 +117,25 @@ Result<std::unique_ptr<DeviceMemory>> DeviceMemory::open(const Options& options,
   return memory;
 }
 
-Result<DeviceMemory::Admitted> DeviceMemory::admit(uint32_t ordinal, uint64_t pool_bytes,
-                                                   uint64_t host_bytes, const std::string& name) {
-  const auto found = std::find_if(devices_.begin(), devices_.end(), [ordinal](const auto& device) {
-    return device->ordinal == ordinal;
+Result<DeviceMemory::Admitted> DeviceMemory::admit(const Asked& asked, const std::string& name) {
+  const auto found = std::find_if(devices_.begin(), devices_.end(), [&asked](const auto& device) {
+    return device->driver->facts().uuid == asked.uuid;
   });
   if (found == devices_.end()) {
+    std::string own;
+    for (const auto& device : devices_) {
+      own += fmt::format("{}{} (device {})", own.empty() ? "" : ", ",
+                         device::uuid_text(device->driver->facts().uuid), device->ordinal);
+    }
     return Status(KVM_ERR_NOT_FOUND,
-                  fmt::format("device {} is not one of kvmd's device.numbers", ordinal));
+                  fmt::format("device {} of the client is {}; kvmd owns memory of {}, by its "
+                              "device.numbers",
+                              asked.ordinal, device::uuid_text(asked.uuid), own));
   }
   Device& of = **found;
+  const uint64_t host_bytes = asked.host_bytes;
   device::DeviceStoreOptions options;
-  options.pool_bytes = pool_bytes == 0 ? quota_bytes_ : pool_bytes;
+  options.pool_bytes = asked.pool_bytes == 0 ? quota_bytes_ : asked.pool_bytes;
   if (options.pool_bytes > quota_bytes_) {
     return Status(KVM_ERR_QUOTA,
                   fmt::format("pool_bytes is {}; a client may have {} (device.quota)",

@@ -73,8 +73,14 @@ class DeviceMemory {
   // `open`; INVALID (a pool larger than what a device has free).
   static Result<std::unique_ptr<DeviceMemory>> open(const Options& options, const OpenDevice& open);
 
+  struct Asked {
+    device::DeviceUuid uuid{};
+    uint32_t ordinal = 0;     // what the client calls it
+    uint64_t pool_bytes = 0;  // 0: as many as a client may have
+    uint64_t host_bytes = 0;
+  };
   // A client's share, and what the client gets of it: the other end of the channel, and the words
-  // that both sides map. 0 pool bytes: as many as a client may have.
+  // that both sides map.
   // Fails: NOT_FOUND (no such device), QUOTA, NO_SPACE (of host memory), NO_MEMORY, LIMIT (no
   // descriptors left).
   struct Admitted {
@@ -83,8 +89,7 @@ class DeviceMemory {
     ipc::Fd words;
     uint64_t pool_bytes = 0;
   };
-  Result<Admitted> admit(uint32_t ordinal, uint64_t pool_bytes, uint64_t host_bytes,
-                         const std::string& name);
+  Result<Admitted> admit(const Asked& asked, const std::string& name);
 
   std::vector<DeviceFigures> figures() const;
   uint64_t host_capacity_bytes() const { return host_.capacity(); }

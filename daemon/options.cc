@@ -201,8 +201,8 @@ const std::vector<OptionRow>& option_rows() {
                  {},
                  "numbers of devices with commas between them, each once",
                  is_device_list},
-       "The devices whose memory kvmd owns, as the CUDA runtime counts them for kvmd: engines that "
-       "see others of the machine's devices count differently."},
+       "The devices whose memory kvmd owns, as the CUDA runtime counts them for kvmd. Engines may "
+       "count differently: devices are told apart by their UUIDs."},
       {"device.quota", "100%", SizeField{&O::device_quota, "device.pool", 1u << 20, kMaxSizeBytes},
        "How much of each device's memory one client may have."},
       {"device.host", "0", SizeField{&O::device_host, nullptr, 0, kMaxSizeBytes},

@@ -9,6 +9,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -316,6 +317,8 @@ Status CudaMemory<Base>::open(int device) {
   cudaDeviceProp properties{};
   KVM_TRY(check("cudaGetDeviceProperties", cudaGetDeviceProperties(&properties, device)));
   facts_.name = properties.name;
+  static_assert(sizeof properties.uuid.bytes == sizeof facts_.uuid);
+  std::memcpy(facts_.uuid.data(), properties.uuid.bytes, facts_.uuid.size());
   facts_.n_sms = static_cast<uint32_t>(properties.multiProcessorCount);
   size_t free_bytes = 0, all_bytes = 0;
   KVM_TRY(check("cudaMemGetInfo", cudaMemGetInfo(&free_bytes, &all_bytes)));

@@ -21,6 +21,7 @@
 
 #include "attention/cuda/params.h"
 #include "base/status.h"
+#include "device/uuid.h"
 #include "ipc/fd.h"
 
 namespace kvm::device {
@@ -30,6 +31,7 @@ using Event = void*;
 
 struct DriverFacts {
   std::string name;
+  DeviceUuid uuid{};
   uint64_t free_bytes = 0;         // of device memory, when it was opened
   uint64_t granularity_bytes = 0;  // of map
   uint32_t n_sms = 0;

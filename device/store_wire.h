@@ -31,7 +31,7 @@
 
 namespace kvm::device::wire {
 
-inline constexpr uint32_t kStoreVersion = 4;
+inline constexpr uint32_t kStoreVersion = 5;
 
 // LIMITS, of one client.
 inline constexpr uint64_t kMaxSpaces = 64;

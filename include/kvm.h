@@ -254,7 +254,8 @@ KVM_API void kvm_client_close(kvm_client *client);
 enum {
   KVM_FEATURE_EVENTFD = 1u << 0,  /* kvm_queue_fd works */
   KVM_FEATURE_EMBEDDED = 1u << 1, /* this client is an engine in this process */
-  KVM_FEATURE_DEVICE = 1u << 2    /* DEVICE buffers are accepted; no service says so yet */
+  KVM_FEATURE_DEVICE = 1u << 2    /* a kvmd that owns memory of GPUs, which kvm_cuda_open can ask
+                                   * for; a client of kvm_cuda_open */
 };
 
 typedef struct kvm_client_info {
@@ -994,7 +995,7 @@ KVM_API kvm_status kvm_seq_free(kvm_client *client, kvm_seq_id seq);
  * share it. The library has no limit of bytes but the user's, and as many sequences as a client may
  * have by default. Costs time in proportion to its pages, in parts between which others are served;
  * requests that use the sequence wait for the last.
- * Fails:   QUOTA (sequences of the library), UNSUPPORTED (a client of KVM_DEVICE_CUDA), NOT_FOUND,
+ * Fails:   QUOTA (sequences of the library), UNSUPPORTED (a client of kvm_cuda_open), NOT_FOUND,
  *          STALE, LOST, PERMISSION (of another client, or published already), TIMEOUT.
  * Threads: any. */
 KVM_API kvm_status kvm_seq_publish(kvm_client *client, kvm_seq_id seq);

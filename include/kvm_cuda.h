@@ -32,11 +32,13 @@
  *  - Copies between device and host are enqueued by a thread of the client, on streams of its own,
  *    a few at a time. A page that is on its way to the host is handed out again when its copy has
  *    been enqueued: an update that finds no other page waits until then.
- *  - Everything that the device has read or written by the time of kvm_client_close must have been
- *    waited for by the caller (cudaStreamSynchronize); it waits for its own copies.
- *  - While a stream of the device is being captured, call kvm_cuda_set_lengths, kvm_cuda_append,
- *    kvm_cuda_attend and kvm_cuda_merge only: others may wait for the device, which CUDA does not
- *    allow then.
+ *  - Before kvm_client_close, synchronize every stream that uses the client's pages. The library
+ *    waits for its own copies only.
+ *  - While a stream of the device is being captured, in whatever capture mode, call
+ *    kvm_cuda_set_lengths, kvm_cuda_append, kvm_cuda_attend and kvm_cuda_merge only: others may
+ *    wait for the device, which CUDA does not allow then. Only the stream that a call is given is
+ *    asked whether it is captured: a call on another stream is not refused, and may end the
+ *    capture.
  *
  * What a captured graph may assume
  *
@@ -48,7 +50,10 @@
  *  - Fixed by the capture: the batch, the layer, addresses and strides of k, v, q, o, lse and
  *    log-weights, the address of lengths, scale. Free: which sequences, how many up to max_items,
  *    how many tokens each appends and queries, trees, which rows of the tensors. A batch is
- *    captured after its first update, for which one without items will do.
+ *    captured after its first update, for which one without items will do. Tensors are checked
+ *    against the rows of the last update: of a capture behind an empty one nothing is checked, and
+ *    the engine sees to it that they have the rows of every update that the graph is launched for.
+ *  - A graph must not be launched once its batch has been destroyed.
  *  - One batch serves graphs of several sizes, and steps that no graph has: a graph is launched
  *    after an update whose rows (append_row, query_row) the tensors have that it was captured with.
  *  - Pages are reserved by kvm_cuda_update, so a launch never lacks memory.
@@ -56,13 +61,20 @@
  *    spill, an update of another batch) without an update in between reads pages that are no longer
  *    theirs. Calls of this header refuse to (INVALID); a graph cannot.
  *
- * What a device does not do (refused with UNSUPPORTED and a sentence, mostly when a space is
- * registered): indexes and approximate modes, fp32 pages, K and V of different dims or dtypes, head
- * dims other than 64, 128, 256 and, but in pages of int4, 80, 96 and 192, groups of more than 16 q
- * heads, retentions FOLD and HEAVY, positions IN_CACHE, KVM_SEQ_MANUAL_COMMIT, ranges; queues and
- * arenas, and what needs a queue: kvm_read (here kvm_cuda_read), observations.
- * KVM_SPACE_V_IN_K is there for multi-head latent attention: head_dim_k 576, head_dim_v 512, pages
- * of fp16 and bf16, groups of up to 128 q heads.
+ * What a device does (all else is refused with UNSUPPORTED and a sentence, mostly when a space is
+ * registered)
+ *
+ *  - Head dims 64, 128 and 256, and 80, 96 and 192 but in pages of int4; groups of at most 16 q
+ *    heads. KVM_SPACE_V_IN_K is there for multi-head latent attention: head_dim_k 576, head_dim_v
+ *    512, pages of fp16 and bf16, groups of up to 128 q heads.
+ *  - Pages of fp16, bf16, int8, fp8 and int4: K and V, all heads and all layers of a space alike,
+ *    in dims and codec. At most 16 classes of heads that keep the same in a layer.
+ *  - Retentions FULL and SINKS_RECENT, at positions ABSOLUTE; windows, soft caps, sink logits,
+ *    KVM_LAYER_ALIAS and KVM_LAYER_ABSENT; no alibi_slopes, no KVM_LAYER_PAIR.
+ *  - Exact attention: no indexes, no approximate modes.
+ *  - Of kvm.h's functions those for spaces and sequences; not KVM_SEQ_MANUAL_COMMIT, nor publish,
+ *    take, prefetch, priorities, drop, prefixes and snapshots (a bridge leads to those), nor queues
+ *    and arenas and what needs them: kvm_read is kvm_cuda_read here.
  *
  * What is otherwise than kvm.h says
  *
@@ -77,8 +89,21 @@
  *  - kvm_seq_fork takes longer for longer sequences: 4 bytes and a count on the host for each page.
  *    It takes no memory of the device.
  *
+ * After a failure
+ *
+ *  - An update, and all that books, is all or nothing. Where an append or attend of a step fails,
+ *    or the engine gives a step up, its new tokens hold anything: kvm_seq_truncate each sequence to
+ *    its length before the update, and update again.
+ *  - A fault of any kernel of the process (an illegal address, say) is reported as DEVICE by
+ *    whichever call comes next and by all after it: destroy batches, close, and end the process.
+ *
  * Threads: functions that take a client may be called from any thread, those that take a batch from
- * one at a time; the order of the timeline is the caller's business.
+ * one at a time; the order of the timeline is the caller's business. Calls of one client take
+ * turns: while an update waits for the device, all others wait for it.
+ *
+ * This header is for C and C++: neither kvm's Python package nor its crate has it. kvm_cuda_open
+ * says whether a device can be used, before anything else is done: UNSUPPORTED where the library
+ * was built without CUDA, DEVICE where there is no driver or no such device.
  */
 #ifndef KVM_CUDA_H_
 #define KVM_CUDA_H_
@@ -97,11 +122,16 @@ typedef struct kvm_cuda_params {
   uint32_t flags;      /* reserved, zero */
   uint32_t device;     /* ordinal, as the CUDA runtime counts */
   uint32_t reserved0;  /* zero */
-  uint64_t pool_bytes; /* hard cap of device memory for pages; 0: 80 % of what is free */
-  uint64_t host_bytes; /* page-locked host memory for spilled sequences, allocated now; 0: none */
+  uint64_t pool_bytes; /* hard cap of device memory for pages; 0: 80 % of what is free now, so open
+                        * behind loading the weights. Memory is taken when pages first need it,
+                        * 32 MiB or more at a time, and kept until pages of another kind need it or
+                        * the client closes. Leave it free: where another allocator of the process
+                        * has taken it, an update answers NO_SPACE below the cap */
+  uint64_t host_bytes; /* page-locked host memory for spilled sequences, locked now, which takes
+                        * longer the more it is; 0: none */
   /* The kvmd that owns the memory; NULL: this process does. Parameters of a kvm_connect: a path of
-   * NULL means what it means there. device is this process's number of the device; kvmd must call
-   * it the same (device.numbers). pool_bytes 0: what kvmd's device.quota gives. */
+   * NULL means what it means there. device is this process's number of the device; kvmd, which may
+   * count them differently, finds it by its UUID. pool_bytes 0: what kvmd's device.quota gives. */
   const kvm_connect_params *server;
   uint64_t reserved[3];
 } kvm_cuda_params;
@@ -115,17 +145,18 @@ typedef struct kvm_cuda_params {
  * and launches the kernels: engines then share a device's memory under kvmd's limits, and what one
  * of them held is free when it ends, in whatever way. All calls are the same; those that need to
  * know of pages that are new (an update, whatever names a sequence after a spill or a fetch) ask
- * kvmd once. Where another engine has been refused memory that this one has mapped and does not
- * use, the next of them waits for the device and gives it back.
- * If kvmd ends, or does not answer within timeout_ns and a minute, streams go on at once, over
- * memory that is still mapped and whose contents kvmd may not have finished: what was enqueued
+ * kvmd once. If kvmd has refused another engine memory that this one has mapped and does not use,
+ * the next of these calls waits for the device and gives it back.
+ * If kvmd ends, or does not answer within timeout_ns (a minute at least), streams go on at once,
+ * over memory that is still mapped and whose contents kvmd may not have finished: what was enqueued
  * since the last synchronization is to be thrown away. Calls answer DISCONNECTED from then on,
  * kvm_client_reconnect does nothing, and what is left is kvm_cuda_batch_destroy and
  * kvm_client_close.
- * Fails:   UNSUPPORTED (built without CUDA; the server owns no device memory), DEVICE (no driver,
- *          no such device, the driver's failure), NO_MEMORY (host_bytes), INVALID. With a server
- *          also as kvm_connect, NOT_FOUND (it does not own this device), QUOTA, NO_SPACE
- *          (host_bytes), VERSION. Threads: any. */
+ * Fails:   UNSUPPORTED (built without CUDA; the server owns no device memory), DEVICE (no driver
+ *          or one that is too old, no such device, one below 8.0, the driver's failure), NO_SPACE
+ *          (on the device), NO_MEMORY (host_bytes), INVALID. With a server also as kvm_connect,
+ *          NOT_FOUND (it does not own this device), QUOTA, NO_SPACE (host_bytes), VERSION.
+ * Threads: any. */
 KVM_API kvm_status kvm_cuda_open(const kvm_cuda_params *params, kvm_client **out);
 
 /* ============================================================================================
@@ -137,7 +168,8 @@ typedef struct kvm_cuda_batch kvm_cuda_batch;
 
 enum {
   /* Results do not depend on what else is in the batch, nor on the GPU's size: work is divided by a
-   * sequence's own length and number of query rows alone. Costs a few percent. */
+   * sequence's own length and number of query rows alone. It costs what pieces of 4,096 tokens
+   * leave uneven, mostly in short launches. */
   KVM_CUDA_REPRODUCIBLE = 1u << 0
 };
 
@@ -147,16 +179,18 @@ typedef struct kvm_cuda_batch_params {
   kvm_space_id space;
   uint32_t max_items;      /* 1 to 1024; required */
   uint32_t max_append;     /* tokens (rows of k and v) of one update, to 2^20; 0: max_items */
-  uint32_t max_query;      /* query tokens of one item, 1 to 65536; 0: 1. It decides which kernel
-                            * all steps of the batch use: decode with a batch of its own, of 1. Up
-                            * to 64 it is the decode kernel, with 16 or 32 rows (query tokens times
-                            * q heads of a kv head) that read K and V once; from 65 on the prefill
-                            * kernel, with 128, which knows neither trees nor KVM_SPACE_V_IN_K
-                            * (UNSUPPORTED) */
+  uint32_t max_query;      /* query tokens of one item, 1 to 65536; 0: 1. It chooses the kernel of
+                            * all steps of the batch: up to 64 the decode kernel, with 16 or 32 rows
+                            * (query tokens times q heads of a kv head) that read K and V once;
+                            * above 64 the prefill kernel, with 128, which knows neither trees nor
+                            * KVM_SPACE_V_IN_K (UNSUPPORTED). So prompts and decode have a batch
+                            * each, which may share tensors. A sequence is in one of them in each
+                            * step; its first update in the other one writes its page table whole,
+                            * and where batches take turns with a sequence every update does */
   uint32_t max_query_rows; /* rows of q, o and lse, to 2^20; 0: max_items * max_query. What the
                             * plan takes of memory goes by it */
-  uint64_t max_tokens;     /* of the longest sequence, with max_unsure as long as it may be;
-                            * required; at most 2^31 - 1 */
+  uint64_t max_tokens;     /* of the longest sequence behind any update, tokens that may turn out
+                            * rejected (max_unsure) included; required; at most 2^31 - 1 */
   /* Log-weights (kvm_cuda_attend_params.log_weights): that of item i, kv head h and position p is
    * element i * stride_item + h * stride_head + p, and the buffer has max_tokens of them for each
    * item and head. -infinity hides a token from the head; NaN and +infinity make the answers of
@@ -208,11 +242,12 @@ typedef struct kvm_cuda_item {
  * that a fork shares and that are about to be written among it). Until the appends of all layers
  * that store something have been enqueued too, the new tokens hold anything.
  * All or nothing: after a failure every sequence is as before and the batch as after its last
- * update; after DEVICE the batch must be updated again before it is used.
+ * update; after DEVICE, NO_MEMORY or INTERNAL the batch must be updated again before it is used.
  * Waits for the device only where the caller is four updates ahead of it, where memory is to be
  * taken from pages of another kind (with other numbers of heads, channels or layers, or another
- * codec), where the only free pages are those of a spill that has not come to them, where a
- * sequence is still being fetched (kvm_cuda_get_seq_info says whether it is), and after a failure.
+ * codec) or the device has none left to map, where the only free pages are those of a spill that
+ * has not come to them, where a sequence is still being fetched (kvm_cuda_get_seq_info says whether
+ * it is), and after a failure.
  * One that changes more than some 16384 entries of page tables (there is one for each page; a
  * sequence that is new to its place has them all written) counts as several.
  * An item that neither appends nor queries drops nothing of its sequence.
@@ -220,11 +255,11 @@ typedef struct kvm_cuda_item {
  * between and has these may find anything in their rows.
  * Fails:   INVALID (a number beyond the batch's, query rows that overlap, a sequence twice, more
  *          query tokens than the sequence has, or may have where the batch has max_unsure; bits
- *          of a tree beyond n_query), NO_SPACE (of the
- *          pool), LIMIT (max_tokens), PARTIAL (a policy has dropped what a query row should see),
- *          BUSY (a sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; what
- *          a move of a sequence has failed with (below); UNSUPPORTED while the stream is being
- *          captured, and of a tree in a batch whose max_query is above 64. */
+ *          of a tree beyond n_query), NO_SPACE (of the pool, or of the device), LIMIT
+ *          (max_tokens), PARTIAL (a policy has dropped what a query row should see), BUSY (a
+ *          sequence is on the host: kvm_cuda_fetch), NOT_FOUND, STALE, LOST, DEVICE; what a move of
+ *          a sequence has failed with (below); UNSUPPORTED while the stream is being captured, and
+ *          of a tree in a batch whose max_query is above 64. */
 KVM_API kvm_status kvm_cuda_update(kvm_cuda_batch *batch, const kvm_cuda_item *items,
                                    uint32_t n_items, kvm_cuda_stream stream);
 
@@ -312,7 +347,11 @@ typedef struct kvm_cuda_attend_params {
  * restricted to the layer's window and the heads' policies; logits capped as the space says, then
  * each key's log-weight added. A row that sees
  * no key has o = 0 and lse = -inf. Rows that no item names are not written.
- * Fails: as kvm_cuda_append, and PARTIAL never: update said so. */
+ * The bars of kvm_gpu_check are: o within 5e-3 of fp64 where pages or o are BF16, 2e-3 with I4
+ * pages and 1e-3 else, lse within 1e-4; in an emulator at most .55 of the first three were
+ * measured, and 1e-5.
+ * Fails: as kvm_cuda_append, but that an ALIAS is attended as any layer is. PARTIAL never: update
+ * said so. */
 KVM_API kvm_status kvm_cuda_attend(kvm_cuda_batch *batch, const kvm_cuda_attend_params *params,
                                    kvm_cuda_stream stream);
 
@@ -386,13 +425,14 @@ KVM_API kvm_status kvm_cuda_read(kvm_cuda_batch *batch, const kvm_cuda_read_para
  * and empty states alone give o = 0, lse = -inf; what is not a number in another one shows.
  * Sink logits count in every attend: of spaces that have them only one may attend a layer.
  * Tensors are those of kvm_merge_params with buffers of KVM_BUFFER_DEVICE, in device memory or
- * page-locked host memory as above: what CPUs have answered is read where they wrote it, if they
- * have when the device comes to it. n_states is at most 8, n_rows at most 2^20, n_heads 1024; dim
+ * page-locked host memory as above: what CPUs have answered is read where they wrote it. They must
+ * have written it when the device comes to the merge: call it behind kvm_step, or make the stream
+ * wait. n_states is at most 8, n_rows at most 2^20, n_heads 1024; dim
  * is a multiple of 8 up to 576. o may be F32, F16 or BF16, each its own. Sums are in fp32: o is
  * within 2e-6 of the largest magnitude in a row, before it is rounded to its dtype, lse within 1e-5
- * where it is up to 50. Addresses and strides of o and out_o are multiples of 16 bytes. out_o may
- * be the memory of any of o with the same dtype and strides, out_lse likewise. May be captured: the
- * addresses are fixed, what lies there is not.
+ * where it is up to 50 (in an emulator). Addresses and strides of o and out_o are multiples of 16
+ * bytes. out_o may be the memory of any of o with the same dtype and strides, out_lse likewise. May
+ * be captured: the addresses are fixed, what lies there is not.
  * Fails: INVALID, UNSUPPORTED (not a client of kvm_cuda_open), DEVICE. Threads: any. */
 KVM_API kvm_status kvm_cuda_merge(kvm_client *client, const kvm_merge_params *params,
                                   kvm_cuda_stream stream);
@@ -430,6 +470,9 @@ KVM_API kvm_status kvm_cuda_merge(kvm_client *client, const kvm_merge_params *pa
  * own, the cache that kernels for multi-head latent attention read: kv_cache of vLLM's MLA backends
  * and, as [n_pages, 64, 1, 576], k_cache of FlashMLA; ckv_cache and kpe_cache of FlashInfer's
  * BatchMLAPagedAttentionWrapper are its first 512 channels and its last 64.
+ *
+ * Pages are virtual memory of this device alone: legacy IPC handles, GPUDirect RDMA and peers do
+ * not reach them. What transfers K and V elsewhere copies them out with kvm_cuda_read.
  *
  * These kernels know no scale for each row: I8, F8E4M3 and I4 pages need kernels that do. Addresses
  * stay as long as the batch. Layers whose classes keep the same tokens with as many heads
@@ -493,7 +536,7 @@ KVM_API kvm_status kvm_cuda_batch_get_indices(kvm_cuda_batch *batch, uint32_t la
 
 /* Moves the pages of a sequence that no fork shares to page-locked host memory, behind what is
  * enqueued on `stream`. What is enqueued later does not wait for the copies unless it needs these
- * pages. The call books what goes where, some 20 ns a page, and is refused or not; a thread of the
+ * pages. The call books what goes where, and is refused or not; a thread of the
  * client enqueues the copies, by the chunk of 2 MiB, at most 8 at a time for each direction. Pages
  * that do not lie together are gathered on the device, so copies are of 1 MiB and more where the
  * sequence has as much. The sequence can then only be fetched, asked about and freed; what else is
@@ -513,8 +556,8 @@ KVM_API kvm_status kvm_cuda_spill(kvm_client *client, kvm_seq_id seq, kvm_cuda_s
 /* Brings a sequence back, likewise. The first update that has it in its batch makes its stream wait
  * for the copies, and waits itself until the last one has been enqueued; fetch early, and they run
  * beside the steps of others. Pages that a spill has been asked to free are taken at once.
- * Fails:   NO_SPACE (of the pool; the sequence stays on the host), UNSUPPORTED (the stream is being
- *          captured), NOT_FOUND, STALE, LOST, DEVICE.
+ * Fails:   NO_SPACE (of the pool; the sequence stays on the host), UNSUPPORTED (host_bytes is 0;
+ *          the stream is being captured), NOT_FOUND, STALE, LOST, DEVICE.
  * Waits:   as kvm_cuda_spill; and where memory is to be taken from pages of another kind.
  * Threads: any. */
 KVM_API kvm_status kvm_cuda_fetch(kvm_client *client, kvm_seq_id seq, kvm_cuda_stream stream);
@@ -525,7 +568,8 @@ KVM_API kvm_status kvm_cuda_fetch(kvm_client *client, kvm_seq_id seq, kvm_cuda_s
  * token lies in there. So a scheduler that lacks n pages takes n, from the end of a sequence that
  * it has put off, and only these have to come back. A sequence of which anything is away cannot be
  * attended or appended to: attention is exact and reads it all. A range without pages to move:
- * nothing happens.
+ * nothing happens. (But a spill of a whole sequence puts it away even where forks share all of its
+ * pages: nothing is freed, and it has to be fetched, which moves nothing.)
  * Fails:   INVALID (begin is not below end), else as above. */
 KVM_API kvm_status kvm_cuda_spill_range(kvm_client *client, kvm_seq_id seq, uint64_t begin,
                                         uint64_t end, kvm_cuda_stream stream);
@@ -583,7 +627,7 @@ KVM_API kvm_status kvm_cuda_get_seq_info(kvm_client *client, kvm_seq_id seq,
  * in the narrower dtype of the two where both sides store numbers (BF16 to BF16 keeps every bit),
  * in that of the side that does where one has codes, in F32 where both have: codes are made anew
  * then, as kvm_append makes them of what kvm_cuda_read gives, and may differ by one.
- * examples/cuda/cuda_prefix.c is the whole of it.
+ * examples/cuda/cuda_prefix.c is one turn of it.
  *
  * A copy holds a fork of its source, which kvm_seq_list shows: until it ends, spilling or freeing
  * the source gives back only what the fork does not share, and whoever frees all sequences of a

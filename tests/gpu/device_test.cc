@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -371,6 +373,34 @@ TEST(DeviceTest, HeadsKeepWhatTheirPoliciesSay) {
   EXPECT_EQ(kvm_seq_truncate(rig.client(), a.id, 100), KVM_ERR_PARTIAL);
   kvm_seq_id child = 0;
   EXPECT_EQ(kvm_seq_fork(rig.client(), a.id, 100, &child), KVM_ERR_PARTIAL);
+}
+
+// Continuous batching, as docs/gpu.md has it: both updates, then the launches of both.
+TEST(DeviceTest, PromptsAndDecodesAreTwoBatchesOfOneStep) {
+  Rig rig({}, {});
+  kvm_cuda_batch* const prompts = rig.batch(rig.batch_params(2, 200, 100));
+  kvm_cuda_batch* const decodes = rig.batch(rig.batch_params(2, 4, 1));
+  Seq a = make(&rig, 1), b = make(&rig, 2);
+  std::vector<Step> steps;
+  steps.push_back({&rig, prompts, {{&a, 100, 100}}, 1});
+  steps.push_back({&rig, prompts, {{&b, 90, 90}}, 2});
+  steps.push_back({&rig, decodes, {{&a, 1, 1}}, 3});
+  // b's prompt has ended.
+  steps.push_back({&rig, decodes, {{&a, 1, 1}, {&b, 1, 1}}, 4});
+  steps.push_back({&rig, prompts, {}, 5});
+  const auto begin = [](Step* step) { ASSERT_EQ(step->update(), KVM_OK) << kvm_last_error(); };
+  steps[0].run();
+  begin(&steps[1]);
+  begin(&steps[2]);
+  steps[1].launch();
+  steps[2].launch();
+  begin(&steps[4]);
+  begin(&steps[3]);
+  steps[3].launch();
+  rig.driver().settle();
+  for (const Step& step : steps) {
+    step.check("a step");
+  }
 }
 
 // Windows move with each row of a chunk, and an update drops no page that one of its rows sees.
@@ -1973,6 +2003,55 @@ TEST(ServedDeviceFaultTest, EveryFailureOfTheServersDeviceIsSurvived) {
       live(&rig);
     }
   }
+}
+
+// Processes may see different devices, and then number them differently.
+TEST(ServedDeviceTest, DevicesAreFoundByTheirUuids) {
+  kvm::testing::Daemon daemon({"--device-pool", "64MiB", "--device-numbers", "0,1"},
+                              "kvmd_on_fake");
+  kvm_connect_params server{};
+  server.struct_size = sizeof server;
+  server.socket_path = daemon.socket_path().c_str();
+  server.timeout_ns = uint64_t{60} * 1000 * 1000 * 1000;
+  kvm_cuda_params params{};
+  params.struct_size = sizeof params;
+  params.server = &server;
+  kvm_client* operating = kvm::testing::connect_to_daemon(daemon, "operator");
+  kvm_client_info info{};
+  info.struct_size = sizeof info;
+  ASSERT_EQ(kvm_client_get_info(operating, &info), KVM_OK);
+  EXPECT_NE(info.features & KVM_FEATURE_DEVICE, 0u);
+  const auto n_clients_of = [operating](const char* device) {
+    std::string text(1 << 20, '\0');
+    size_t length = 0;
+    EXPECT_EQ(kvm_get_stats_text(operating, text.data(), text.size(), &length), KVM_OK);
+    const std::string name = std::string("kvm_device_clients{device=\"") + device + "\"} ";
+    const size_t at = text.find(name);
+    return at == std::string::npos ? std::string() : text.substr(at + name.size(), 1);
+  };
+  for (const uint8_t number : {uint8_t{0}, uint8_t{1}}) {
+    next_options = {};
+    next_options.runs_by_itself = true;
+    next_options.number = number;
+    kvm_client* client = nullptr;
+    ASSERT_EQ(kvm_cuda_open(&params, &client), KVM_OK) << kvm_last_error();
+    EXPECT_EQ(n_clients_of("0"), number == 0 ? "1" : "0");
+    EXPECT_EQ(n_clients_of("1"), number == 1 ? "1" : "0");
+    kvm_client_close(client);
+    for (int i = 0; i < 2000 && n_clients_of("0") + n_clients_of("1") != "00"; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+  next_options.number = 7;
+  kvm_client* client = nullptr;
+  EXPECT_EQ(kvm_cuda_open(&params, &client), KVM_ERR_NOT_FOUND);
+  EXPECT_STREQ(kvm_last_error(),
+               "device 0 of the client is GPU-00000000-0000-0000-0000-000000000007; kvmd owns "
+               "memory of GPU-00000000-0000-0000-0000-000000000000 (device 0), "
+               "GPU-00000000-0000-0000-0000-000000000001 (device 1), by its device.numbers");
+  kvm_client_close(operating);
+  std::string log;
+  EXPECT_EQ(daemon.stop(&log), 0) << log;
 }
 
 TEST(DeviceFaultTest, OpeningFails) {

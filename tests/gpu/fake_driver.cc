@@ -102,6 +102,7 @@ bool covers(const std::map<uint8_t*, uint64_t>& ranges, const void* at, uint64_t
 
 FakeDriver::FakeDriver(const FakeOptions& options) : options_(options), state_(options.seed) {
   facts_.name = "memory of this process";
+  facts_.uuid.back() = options.number;
   facts_.free_bytes = options.memory_bytes;
   facts_.granularity_bytes = options.granularity_bytes;
   facts_.n_sms = options.blocks;

@@ -57,6 +57,7 @@ class FakeDriver;
 
 struct FakeOptions {
   uint64_t seed = 1;
+  uint8_t number = 0;  // the device: what its uuid ends with
   uint64_t memory_bytes = uint64_t{1} << 30;
   uint64_t granularity_bytes = uint64_t{64} << 10;
   uint32_t blocks = 4;     // of a decode kernel, at once

@@ -54,6 +54,7 @@ kvm::Result<std::unique_ptr<kvm::device::SharingDriver>> open_fake(uint32_t ordi
   }
   FakeOptions options;
   options.seed = number_of("KVM_FAKE_SEED", 1) + ordinal;
+  options.number = static_cast<uint8_t>(ordinal);
   options.memory_bytes = number_of("KVM_FAKE_MEMORY", uint64_t{1} << 30);
   options.runs_by_itself = true;
   add_failures(&options);

@@ -280,9 +280,8 @@ Finding gpu(const kvm_client_info* info) {
   if (count != 0 && info != nullptr && (info->features & KVM_FEATURE_DEVICE) == 0) {
     out.verdict = Verdict::kFallback;
     out.consequence =
-        "this kvmd does not use it: attention runs at the speed of the machine's memory, and "
-        "DEVICE "
-        "buffers are refused with KVM_ERR_UNSUPPORTED";
+        "this kvmd owns no memory of it (`device.pool` is 0): engines may use it with memory of "
+        "their own, by kvm_cuda_open; what they ask of kvmd runs on CPUs";
   }
   return out;
 }
