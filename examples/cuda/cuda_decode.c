@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The smallest engine on a GPU: two sequences prefill, then decode with one CUDA graph for all
- * layers. Compares what the last layer answers with the same steps in an engine for CPUs.
+/* The smallest engine on a GPU: two prompts are appended, of which only the last rows are asked (an
+ * engine that asks all of them does it in a second batch, whose max_query is the chunk), then both
+ * sequences decode with one CUDA graph for all layers. Compares what the last layer answers with
+ * the same steps in an engine for CPUs.
  *
  *   cuda_decode [bf16|fp16|int8|fp8]      how K and V are stored; default fp8
  *

@@ -249,6 +249,7 @@ int main(int argc, char** argv) {
   ask_gpu(&engine, copy.source, q, first);
   kvm_seq_id stored = 0;
   require(kvm_cuda_store(engine.bridge, &copy, engine.stream, &stored), "store");
+  /* An engine that goes on with the conversation publishes a fork. */
   require(kvm_prefix_publish(host.client, stored, hashes, kPages, 0), "publish");
   close_engine(&engine);
   if (socket_path != NULL) { /* the prefix is kvmd's, and stays */
@@ -281,6 +282,7 @@ int main(int argc, char** argv) {
   close_engine(&engine);
 
   ask_cpu(&host, found.seq, q, on_cpu);
+  /* So that the example leaves nothing behind: this takes the prefix from every engine. */
   require(kvm_seq_free(host.client, found.seq), "free");
   kvm_client_close(host.client);
   const double of_engines = difference(second, first), of_cpu = difference(on_cpu, first);

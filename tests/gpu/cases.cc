@@ -536,6 +536,22 @@ void add_tails(Add add_case) {
        .lengths = {600, 250},
        .blocks = 4});
   add({.name = "rows past a block", .group = 5, .n_query = 7, .lengths = {450}, .blocks = 3});
+  // Heads of a request give the same pieces where they are an eighth of the blocks at most.
+  add({.name = "heads alike",
+       .dim = 64,
+       .classes = {{.n_heads = 3}},
+       .lengths = {1500, 90, 700, 70, 400},
+       .blocks = 24,
+       .tail_part = 3,
+       .sinks = true});
+  add({.name = "heads alike, rows past a block",
+       .dim = 64,
+       .group = 5,
+       .n_query = 7,
+       .page_tokens = 48,
+       .classes = {{.n_heads = 1}, {.n_heads = 1, .sinks = 7, .window = 200}},
+       .lengths = {900, 640},
+       .blocks = 32});
   for (const bool whole : {false, true}) {
     add({.name = whole ? "fixed pieces, whole items" : "fixed pieces",
          .dim = 64,

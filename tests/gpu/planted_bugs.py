@@ -510,7 +510,8 @@ BUGS = [
     ("tail", PLAN, "whole.slot = n_pieces == 1 ? -1 :", "whole.slot ="),
     ("tail", PLAN, "return begin == 0 && kept != n_tokens ? kept : begin;", "return begin;"),
     ("tail", PLAN, "      from.n_kept = begin;\n", ""),
-    ("tail", PLAN, "giver->n_kept != 0 ? 1 : 0", "0"),
+    ("tail", PLAN, "giver->n_kept != 0 ? giver->n : 0", "0"),
+    ("tail", PLAN, "subspan(of.pieces_first, of.n_pieces)", "subspan(0, of.n_pieces)"),
     ("tail", PLAN, "    n_pieces += n_given;\n", ""),
     # Rows read back, and states from elsewhere.
     ("page lookup", READ, "p.page_table + p.tables[c] + page", "p.page_table + p.tables[0] + page"),
