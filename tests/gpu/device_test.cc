@@ -20,7 +20,9 @@
 #include "codecs/codec.h"
 #include "codecs/convert.h"
 #include "codecs/low_bits.h"
+#include "device/store_wire.h"
 #include "tests/gpu/device_rig.h"
+#include "tests/unit/daemon/raw_client.h"
 
 namespace kvm::device::testing {
 namespace {
@@ -2049,6 +2051,19 @@ TEST(ServedDeviceTest, DevicesAreFoundByTheirUuids) {
                "device 0 of the client is GPU-00000000-0000-0000-0000-000000000007; kvmd owns "
                "memory of GPU-00000000-0000-0000-0000-000000000000 (device 0), "
                "GPU-00000000-0000-0000-0000-000000000001 (device 1), by its device.numbers");
+  // What libkvm never sends.
+  kvm::testing::RawClient raw(daemon.socket_path());
+  ASSERT_TRUE(raw.hello().is_ok());
+  for (const size_t size : {0u, 15u, 17u}) {
+    const auto reply = raw.call([size](ipc::ControlWriter* writer, uint64_t id) {
+      const std::vector<uint8_t> uuid(size);
+      const auto bytes = writer->fbb().CreateVector(uuid);
+      return writer->finish(id, ipc::wire::CreateDeviceOpen(writer->fbb(), 0, 1 << 20, 0,
+                                                            wire::kStoreVersion, bytes));
+    });
+    EXPECT_EQ(reply.status().code(), KVM_ERR_INVALID) << size;
+  }
+  EXPECT_EQ(n_clients_of("0") + n_clients_of("1"), "00");
   kvm_client_close(operating);
   std::string log;
   EXPECT_EQ(daemon.stop(&log), 0) << log;
