@@ -5,15 +5,14 @@
 #
 #   scripts/cuda12_toolkit.sh [FOLDER]      default: build/cuda12
 #
-# They come from the packages nvidia-cuda-toolkit and nvidia-cuda-dev of Debian 13 (non-free, under
-# NVIDIA's licence), whose signatures apt checks. Nothing is installed. 1 GB is fetched, 200 MB
-# stay.
+# They come from packages of Debian 13 (non-free, under NVIDIA's licence), whose signatures apt
+# checks. Nothing is installed. 1 GB is fetched, 200 MB stay.
 # Needs a Debian system, 4 GB of disk; exit status 77 where the packages cannot be had.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-folder="${1:-$root/build/cuda12}"
-packages=(nvidia-cuda-toolkit nvidia-cuda-dev)
+folder="$(realpath -m -- "${1:-$root/build/cuda12}")"
+packages=(nvidia-cuda-toolkit nvidia-cuda-dev libcudart12)
 
 if [[ -x "$folder/bin/nvcc" ]] && "$folder/bin/nvcc" --version >/dev/null; then
   echo "cuda12_toolkit: $folder is there"
@@ -41,11 +40,11 @@ if ! private_apt update || ! (cd "$scratch" && private_apt download "${packages[
   echo 'cuda12_toolkit: the packages cannot be had'
   exit 77
 fi
-# Each of the two lacks some of this, which tar takes for a failure; the copies below miss nothing.
+# Each of them lacks some of this, which tar takes for a failure; the copies below miss nothing.
 for package in "${packages[@]}"; do
   dpkg-deb --fsys-tarfile "$scratch/$package"_*.deb | tar -x -C "$scratch/files" --wildcards \
     './usr/include/*' './usr/bin/*' './usr/lib/nvidia-cuda-toolkit/*' \
-    './usr/lib/*/libcudart_static.a' './usr/lib/*/libcudadevrt.a' 2>/dev/null || true
+    './usr/lib/*/libcudart*' './usr/lib/*/libcudadevrt.a' 2>/dev/null || true
 done
 
 own="$scratch/files/usr/lib/nvidia-cuda-toolkit"
@@ -57,7 +56,7 @@ cp "$scratch"/files/usr/bin/{bin2c,cudafe++,cuobjdump,fatbinary,nvdisasm,nvlink,
 cp "$own"/bin/cicc "$made/nvvm/bin/"
 cp "$own"/libdevice/libdevice.10.bc "$made/nvvm/libdevice/"
 cp -r "$scratch"/files/usr/include/. "$made/include/"
-cp "$scratch"/files/usr/lib/*/libcud{art_static,adevrt}.a "$made/lib64/"
+cp -P "$scratch"/files/usr/lib/*/libcud{art*,adevrt.a} "$made/lib64/"
 # Debian's profile has the folders of an installed package.
 cat >"$made/bin/nvcc.profile" <<'PROFILE'
 TOP = $(_HERE_)/..
