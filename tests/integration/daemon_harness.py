@@ -65,7 +65,9 @@ class Daemon:
 
     def json(self, *arguments):
         result = self.kvmctl("--json", *arguments)
-        assert result.returncode == 0, result.stderr
+        # What doctor finds is the machine's.
+        assert result.returncode == 0 or (arguments[0] == "doctor" and result.returncode == 4), \
+            result.stderr
         return json.loads(result.stdout)
 
     def hold(self, *names):

@@ -89,6 +89,8 @@ class Kvmctl(unittest.TestCase):
                         "locked memory limit", "open files limit"):
             self.assertIn(findings[subject]["verdict"], ("good", "fallback", "problem"))
         self.assertEqual(findings["daemon"]["verdict"], "good")
+        problems = [finding for finding in findings.values() if finding["verdict"] == "problem"]
+        self.assertEqual(self.daemon.kvmctl("doctor").returncode, 4 if problems else 0)
         for finding in findings.values():
             if finding["verdict"] != "good":
                 self.assertTrue(finding["consequence"], finding)
@@ -320,7 +322,9 @@ class Kvmctl(unittest.TestCase):
             result = kvmctl("--socket", path, "status")
             self.assertEqual(result.returncode, 3)
             self.assertIn("has ended left its socket", result.stderr)
-            self.assertIn("has ended left its socket", kvmctl("--socket", path, "doctor").stdout)
+            result = kvmctl("--socket", path, "doctor")
+            self.assertEqual(result.returncode, 3)
+            self.assertIn("has ended left its socket", result.stdout)
 
             result = kvmctl("--socket", "x" * 200, "status")
             self.assertEqual(result.returncode, 2)

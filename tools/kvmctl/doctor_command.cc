@@ -25,6 +25,12 @@ int run_doctor(const Common& common) {
   }
   kvm_client_close(client);
   const std::vector<Finding> findings = examine(facts);
+  const bool has_problem = std::any_of(findings.begin(), findings.end(), [](const Finding& of) {
+    return of.verdict == Verdict::kProblem;
+  });
+  const int exit_status = facts.info == nullptr ? kExitConnection
+                          : has_problem         ? kExitCheck
+                                                : kExitOk;
   if (common.json) {
     Json out = Json::array();
     for (const Finding& finding : findings) {
@@ -34,7 +40,7 @@ int run_doctor(const Common& common) {
                      {"consequence", finding.consequence}});
     }
     print_json(out);
-    return kExitOk;
+    return exit_status;
   }
   std::vector<std::vector<std::string>> rows;
   for (const Finding& finding : findings) {
@@ -44,7 +50,7 @@ int run_doctor(const Common& common) {
     }
   }
   print_table(rows);
-  return kExitOk;
+  return exit_status;
 }
 
 }  // namespace
