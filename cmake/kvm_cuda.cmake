@@ -32,11 +32,12 @@ if(NOT KVM_CUDA STREQUAL "OFF" AND NOT KVM_SANITIZE)
     # Older ones have not been tried; those of CUDA 11, as Debian 12 has one, know no C++20.
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.4)
       set(KVM_HAVE_CUDA TRUE)
-    elseif(KVM_CUDA STREQUAL "ON")
-      message(FATAL_ERROR "KVM_CUDA=ON, but ${CMAKE_CUDA_COMPILER} is of CUDA "
-                          "${CMAKE_CUDA_COMPILER_VERSION}; it takes 12.4 or newer")
     else()
-      message(WARNING "Without the CUDA part: ${CMAKE_CUDA_COMPILER} is of CUDA "
+      set(kind WARNING)
+      if(KVM_CUDA STREQUAL "ON")
+        set(kind FATAL_ERROR)
+      endif()
+      message(${kind} "KVM_CUDA=${KVM_CUDA}: no CUDA part, for ${CMAKE_CUDA_COMPILER} is of CUDA "
                       "${CMAKE_CUDA_COMPILER_VERSION}; it takes 12.4 or newer")
     endif()
   elseif(KVM_CUDA STREQUAL "ON")

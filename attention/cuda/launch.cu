@@ -219,11 +219,10 @@ cudaError_t launch_merge(uint32_t dim, const MergeParams& params, uint32_t n_mer
     return error;
   }
   // Begins when the blocks of the kernel before say so, and waits for its end. In a graph that is
-  // captured it is an edge of its own kind, which runtimes and drivers know from CUDA 12.3 on.
+  // captured it is an edge of its own kind, which drivers know from CUDA 12.3 on.
   static const bool is_known_to_captures = [] {
     int driver = 0;
-    return CUDART_VERSION >= 12030 && cudaDriverGetVersion(&driver) == cudaSuccess &&
-           driver >= 12030;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
   }();
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

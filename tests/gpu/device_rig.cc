@@ -320,14 +320,13 @@ bool Rig::sees(uint32_t layer, uint32_t head, const Query& query, uint64_t posit
 const std::vector<float>& Rig::stored_row(uint64_t key, uint32_t layer, uint32_t head,
                                           uint64_t position, bool is_v) const {
   constexpr size_t kMostRows = 20000;  // some 10 MB
+  if (stored_rows_.size() > kMostRows) {
+    stored_rows_.clear();
+  }
   std::vector<float>& row =
       stored_rows_[row_number(key, layer, head, position) * 2 + (is_v ? 1 : 0)];
   if (!row.empty()) {
     return row;
-  }
-  if (stored_rows_.size() > kMostRows) {
-    stored_rows_.clear();
-    return stored_row(key, layer, head, position, is_v);
   }
   row.resize(geometry_.dim);
   for (uint32_t i = 0; i < geometry_.dim; ++i) {

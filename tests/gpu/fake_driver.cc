@@ -778,7 +778,7 @@ void FakeDriver::plain_decode(const DecodeKernel& kernel, const DecodeParams& p,
   const uint32_t row_bytes =
       static_cast<uint32_t>(codecs::codec_of(kernel.codec).row_bytes(kernel.dim));
   const uint32_t dim_v = value_dim(kernel.dim);
-  std::vector<double> weights, o(dim_v), query(kernel.dim);
+  std::vector<double> o(dim_v), query(kernel.dim);
   for (uint32_t block = 0; block < n_blocks; ++block) {
     uint32_t piece = block;
     do {
